@@ -116,6 +116,7 @@ def _find(timeout: float) -> Iterator[Finding]:
   )
   yield from check_devices(timeout)
   yield from check_memory()
+  # []: the two workers are in the one process of the probe.
   for engine in ("devices", "sim"):
     yield _check_probe(f"engine {engine}", engine, timeout, [], _REINSTALL)
   yield _check_probe(
@@ -130,7 +131,7 @@ def _find(timeout: float) -> Iterator[Finding]:
 
 
 def check_devices(timeout: float) -> Iterator[Finding]:
-  """The devices of JAX. A probe asks for them: a GPU that this process holds would be missing to the workers."""
+  """The devices of JAX, which a probe lists: a GPU that this process held would not be free for later probes."""
   wanted = os.environ.get("JAX_PLATFORMS")
   unset = f"unset JAX_PLATFORMS, which is {wanted!r}" if wanted else ""
   answer = _run_probe("jax", timeout)
@@ -143,7 +144,7 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     return
   devices = answer["devices"]
   fix = ""
-  # A GPU without the wheels of JAX for it is not seen by JAX, but by the driver.
+  # Without the wheels for GPUs JAX does not see a GPU that the driver lists.
   if answer["platform"] == "cpu" and (unused := list_gpus()):
     devices = f"{devices}, though NVIDIA GPUs are here: {', '.join(unused)}"
     fix = unset or "pip install 'jax[cuda13]'"
@@ -191,7 +192,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_mpi(timeout: float) -> Iterator[Finding]:
-  """mpi4jax, mpirun, messages of GPUs, the engine: until one of them fails on which the next ones depend."""
+  """Findings on mpi4jax, mpirun, messages of GPUs and the engine, up to a failure on which the next ones depend."""
   missing = [
     module
     for module in ("mpi4py", "mpi4jax")
@@ -274,8 +275,8 @@ def _check_probe(
   """Whether a probe succeeds within `timeout` seconds.
 
   Args:
-    what: is checked, for people.
-    probe: its name, as `_answer` knows it.
+    what: what is checked, the name of the finding.
+    probe: name of the probe, as `_answer` knows it.
     timeout: seconds.
     ranks: options of the launcher; empty for a probe in one process.
     fix: what to do if the probe fails.
@@ -284,7 +285,7 @@ def _check_probe(
   answer = _run_probe(probe, timeout, ranks)
   seconds = time.monotonic() - start
   if "error" in answer:
-    # The limit was reached because of a hang, or because the machine is slow.
+    # At the limit the probe hung, or the machine is slow: the fix names both.
     longer = (
       f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
     )
@@ -300,16 +301,16 @@ def _run_probe(
   """The answer of a probe that runs in a process, or in ranks of the launcher, of its own.
 
   Args:
-    name: of the probe, as `_answer` knows it.
+    name: name of the probe, as `_answer` knows it.
     limit: seconds.
     ranks: options of the launcher; empty for one process.
 
   Returns:
-    What the function of the probe returns; or `error`, how the probe ended and its last
-    lines of output.
+    The result of the function of the probe. If the probe failed, {"error": how it ended
+    and its last lines of output}.
   """
   command = [sys.executable, "-m", "jaxsparse.doctor", f"--probe={name}"]
-  # The launcher ends ranks that hang, and says which.
+  # The launcher ends ranks that hang, and says which: it gets `_BACKSTOP` seconds more.
   if ranks:
     limits = [f"--start_timeout={limit:g}", f"--limit={limit:g}"]
     command = [
@@ -368,7 +369,7 @@ def _load_mpi() -> dict[str, Any]:
 
 
 def _reduce(engine: str) -> dict[str, Any]:
-  """A training step by known gradients, dense and by SparDL with k = n: both must move by their mean, bit for bit."""
+  """A training step, dense and by SparDL with k = n: both must move the parameters by the exact mean gradient."""
   where: Any
   axis: Any = "workers"
   if engine == "mpi":
@@ -380,7 +381,7 @@ def _reduce(engine: str) -> dict[str, Any]:
       launch.join()
     else:
       jax.config.update("jax_num_cpu_devices", 2)
-    # One GPU is no two workers: the CPU then has two devices.
+    # Two workers need two devices: with one GPU they are on the CPU.
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     where = jax.sharding.Mesh(np.array(devices[:2]), (axis,))
   # With k = n SparDL delivers all entries, by messages of its own.
@@ -413,7 +414,7 @@ def _scatter() -> dict[str, Any]:
   )
 
   def count_wrong() -> jax.Array:
-    """Sums of `rows`, [hosts, devices, entries], that `psum_scatter` gets wrong, on all devices."""
+    """Number of wrong entries of `psum_scatter` of `rows`, [hosts, devices, entries], over all devices: i32[]."""
     host, device = map(jax.lax.axis_index, axes)
     wrong = jnp.int32(0)
     # the mesh axes to reduce over, and the same axes of `rows`
@@ -422,7 +423,7 @@ def _scatter() -> dict[str, Any]:
         jnp.asarray(rows)[host, device], along, tiled=True
       )
       sums = jnp.asarray(rows.sum(over, keepdims=True))
-      # An axis that was summed over has length 1: every worker of it has the same sums.
+      # An axis that was summed over has length 1: the index along it is always 0.
       of_group = sums[host % sums.shape[0], device % sums.shape[1]]
       # the shard of this device: the one of its index along the axes
       expected = of_group.reshape(-1, scattered.size)[jax.lax.axis_index(along)]

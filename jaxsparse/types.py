@@ -168,7 +168,7 @@ _MOST_WORDS = 2**32 - 1
 
 
 def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Array:
-  """`value` as `dtype`; for an integer type, the largest number of the type where it would be beyond.
+  """`value` as `dtype`; for an integer type at most the largest number of the type.
 
   Example:
     >>> saturated(10**10, jnp.uint32), saturated(jnp.float32(1e10), jnp.int32)
@@ -179,10 +179,10 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
   most = jnp.iinfo(dtype).max
   if not isinstance(value, jax.Array):
     return jnp.asarray(min(int(value), most), dtype)
-  # No array is compared where each value fits.
+  # An integer type that fits into `dtype` needs no comparison.
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
     return value.astype(dtype)
-  # As a float `most` rounds up to a power of two; every float below that fits.
+  # `most` as a float may round up to a power of two; every float below it fits.
   return jnp.where(
     value >= jnp.asarray(most, value.dtype),
     jnp.asarray(most, dtype),
@@ -317,10 +317,11 @@ class Reduced(NamedTuple):
     """The total divided by `divisor` and rounded, and the function that ends the step.
 
     Returns:
-      (mean, commit): arrays that have NaN or Inf where an entry of the mean has; and
-      `commit(finite, residual, decay)`, which returns the mean, f32[n], and `decay`
-      times the next residual, f32[n] or None, with what was rounded off. Where
-      `finite`, bool[], is false, that is zeros and `residual`, the one before.
+      (mean, commit). `mean` is f32[n], or of a subclass arrays that have NaN or Inf
+      where an entry of the mean has. `commit(finite, before, decay)` returns the mean,
+      f32[n], and the next residual, f32[n] or None: `decay` times what the total did
+      not deliver and what was rounded off. If `finite`, bool[], is false, it returns
+      zeros and `before`, the residual before the step.
 
     Raises:
       TypeError: for a total that is no array.
@@ -400,10 +401,11 @@ class Deferred(Reduced):
   """
 
   def mean(self, divisor: int, rounding: Rounding | None) -> tuple[Any, Commit]:
-    """The values of the formula, divided; those of the computed total where they have to be rounded."""
+    """The formula's `values` divided by `divisor`, and its `finish`; with `rounding` the mean of the computed total."""
     if rounding:
       return self.computed().mean(divisor, rounding)
-    # The values are divided in place of the total, which `finish` writes once.
+    # The total is linear in the values, so these are divided in its place, and `finish`
+    # writes the mean in one pass.
     mean = jax.tree.map(lambda x: x / divisor, self.total.values)
     return mean, functools.partial(self.total.finish, mean)
 

@@ -31,8 +31,8 @@ def ppermute(
   that of the mesh; newer versions reject tuples in another order.
   """
   inner, mesh_number = _in_mesh_order(axis)
-  # The pairs count along the tuple of axes, and `ppermute` along the mesh; None where
-  # both are the same.
+  # The pairs count along the tuple of axes, and `ppermute` along the mesh. The numbers
+  # are None where both orders are the same.
   if mesh_number is not None:
     pairs = [
       (int(mesh_number[source]), int(mesh_number[destination]))
@@ -46,18 +46,18 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
   inner, mesh_number = _in_mesh_order(axis)
   if mesh_number is None:
     return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
-  # The row for worker d has to stand at the number of d in the mesh; results come back
-  # in the order of the mesh.
+  # The row for worker d has to be at index mesh_number[d], and the row from worker w
+  # arrives there. Both 0 below: rows are split and joined along the leading axis.
   in_mesh_order = rows[np.argsort(mesh_number)]
   return jax.lax.all_to_all(in_mesh_order, inner, 0, 0, tiled=True)[mesh_number]
 
 
 def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
-  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal.
+  """The names of `axis` in the order of the mesh, and the number along the mesh of each worker.
 
   Returns:
-    (names, numbers): numbers[w], i64[P], is the number along the mesh of the worker of
-    number w along `axis`; None where both orders agree.
+    (names, numbers): numbers[w], i64[P], is that of the worker whose `axis_index` is w;
+    None where both orders are the same.
   """
   names = names_of(axis)
   order = jax.sharding.get_abstract_mesh().axis_names
@@ -67,6 +67,8 @@ def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
   if inner == names:
     return axis, None
   sizes = [jax.lax.axis_size(name) for name in inner]
+  # Numbers count row by row in the order of the mesh. Transposed to the order of the
+  # tuple and flattened, they are in the order of `axis_index`.
   numbers = np.arange(math.prod(sizes)).reshape(sizes)
   return inner, numbers.transpose([inner.index(name) for name in names]).ravel()
 
@@ -131,11 +133,17 @@ def by_platform(
   gpu: Callable[..., Any] | None = None,
   **others: Any,
 ) -> Callable:
-  """`gpu`, `tpu` or `cpu` in a program for such devices, else `default`; all of them return the same bits.
+  """The implementation for the platform that is traced for, else `default`; all of them return the same bits.
 
-  So only one of them is traced; for "any" a function that has all of them. Its
-  arguments need not be arrays. The comment at a use says what it gains: CPU time of an
-  update on CPU, kernels and bytes of an update compiled for an H100.
+  Only this one is traced. Inside `traced_for("any")` the result is a function that
+  traces all of them, and the compiler for a device chooses. Arguments of the
+  implementations need not be arrays. The comment at each use says what it gains: CPU
+  time of an update on CPU, kernels and bytes of an update compiled for an H100.
+
+  Args:
+    default: for platforms without an argument here.
+    gpu: for CUDA and ROCm; None for `default`.
+    **others: `cpu` or `tpu`.
   """
   branches = others | (dict.fromkeys(_GPUS, gpu) if gpu else {})
   platform = _PLATFORM.value or _platform_here()
@@ -146,10 +154,10 @@ def by_platform(
     # One partial function for each function, so that JAX makes one branch for CUDA and
     # ROCm.
     functions = (default, *branches.values())
-    ways = {way: functools.partial(way, *args) for way in functions}
-    # JAX knows CUDA and ROCm, which are among the branches, and no platform "gpu".
-    others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
-    return jax.lax.platform_dependent(default=ways[default], **others)
+    bound = {way: functools.partial(way, *args) for way in functions}
+    # "cuda" and "rocm" are among the branches; JAX has no platform "gpu".
+    others = {name: bound[way] for name, way in branches.items() if name != "gpu"}
+    return jax.lax.platform_dependent(default=bound[default], **others)
 
   return choose
 
@@ -215,8 +223,8 @@ def partly_mapped(
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)
-    # Traced for the shardings of results, with which `auto_axes` makes them Explicit.
-    after = jax.tree.map(
+    # `auto_axes` needs the shardings of the results: a trace with Explicit axes tells.
+    result_specs = jax.tree.map(
       lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments)
     )
     # Inside, arguments are sharded along the axes that are not mapped over, `inside`.
@@ -224,11 +232,12 @@ def partly_mapped(
       lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments
     )
     body = jax.sharding.explicit_axes(function, axes=inside, in_sharding=specs)
+    # None: the mesh of the context, all of whose axes `auto_axes` has made Auto.
     boundary = lambda *arguments: shard_map(body, None, in_specs, out_specs, axes)(
       *arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.sharding.auto_axes(boundary, out_sharding=after)(*arguments)
+      return jax.sharding.auto_axes(boundary, out_sharding=result_specs)(*arguments)
 
   return mapped
 
@@ -246,8 +255,7 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
 def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
   """Names and sizes of the axes that a shard_map over `axes` leaves to the compiler; none outside such a shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
-  # A shard_map over all axes leaves none, and outside of one the question makes no
-  # sense.
+  # Without `axes` the comm names none; an axis that is not manual is not mapped over.
   if not axes or not set(axes) <= set(mesh.manual_axes):
     return {}
   return {
@@ -264,7 +272,7 @@ def is_explicit(axis: str) -> bool:
 def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """`x` with that spec in its type where axes are Explicit; elsewhere `x`, which the compiler reshards at its use."""
   sharding = jax.typeof(x).sharding
-  # Equal shardings need no equation.
+  # Equal shardings need no equation. Entries None at the end of a spec do not count.
   if AxisType.Explicit not in sharding.mesh.axis_types or trimmed(
     sharding.spec
   ) == trimmed(spec):
@@ -273,13 +281,13 @@ def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def in_parts(x: jax.Array, parts: int) -> jax.Array:
-  """[b, …] as [parts, b/parts, …]; where axes are Explicit, each part is sharded as x is, if its rows divide."""
+  """[b, …] as [parts, b/parts, …]; where axes are Explicit, each part is sharded as x is, if its rows are divisible."""
   shape = (parts, x.shape[0] // parts, *x.shape[1:])
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return x.reshape(shape)
-  # The rows of a part stay cut if they divide, and are gathered otherwise. A spec may
-  # have fewer entries than x has dimensions: the others are not cut.
+  # The rows of a part stay sharded if the number of shards divides them, and are
+  # gathered otherwise. A spec may omit dimensions at the end that are not sharded.
   first, *others = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
   sizes = sharding.mesh.shape
   ways = math.prod(sizes[name] for name in names_of(first or ()))
@@ -288,7 +296,7 @@ def in_parts(x: jax.Array, parts: int) -> jax.Array:
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-  """Without the dimensions at the end that are not cut: equal shardings then have equal specs."""
+  """The spec without the entries at its end that are None: equal shardings then have equal specs."""
   entries = list(spec)
   while entries and not entries[-1]:
     entries.pop()
@@ -307,7 +315,7 @@ def axes_of_type(x: Any) -> frozenset[str]:
 
 
 def equal_along(x: Any, axes: frozenset[str] | None = frozenset()) -> Any:
-  """The abstract value `x`, typed as equal along `axes`, by default none; None for all."""
+  """The abstract value `x`, typed as equal along `axes`: by default along no axis, None for all axes."""
   axes = axes_of_type(x) if axes is None else axes
   if not axes_of_type(x) & axes:
     return x
@@ -333,8 +341,8 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
         set(names_of(axis)) <= set(equation.params["axes"])
         and equation.params.get("axis_index_groups") is None
       )
-    # Operands of one entry scale; one of the same size is what was scaled. `_SCALINGS`:
-    # mul, div, casts and reshapes.
+    # Goes on with the operand of the size of x; operands of one entry only scale it.
+    # `_SCALINGS`: mul, div, casts and reshapes.
     operands = [
       operand
       for operand in equation.in_tracers
@@ -367,7 +375,7 @@ def is_zero(x: jax.Array) -> bool:
     ):
       return False
     (x,) = equation.in_tracers
-  # `jnp.zeros` ends in a literal 0.
+  # The first operand of the chain: `jnp.zeros` broadcasts a literal 0.
   return isinstance(value := getattr(x, "val", None), core.Literal) and not np.any(
     value.val
   )

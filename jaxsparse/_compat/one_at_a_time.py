@@ -39,7 +39,8 @@ def dispatch(
     return program(*arguments)
   # Arguments may be results that are still computed, by the same threads.
   jax.block_until_ready(leaves)
-  # The result to wait for; it is deleted where it was donated to a later program.
+  # The result of the last program, to wait for it; deleted if a later program got it as
+  # a donated argument.
   before = _last
   _last = None
   if before is not None and not before.is_deleted():
@@ -47,7 +48,7 @@ def dispatch(
     with contextlib.suppress(Exception):
       jax.block_until_ready(before)
   results = program(*arguments)
-  # Without `follow` nothing is in flight after this call.
+  # Without `follow` this call waits, so nothing is in flight afterwards.
   _last = follow(results) if follow else None
   return results if follow else jax.block_until_ready(results)
 

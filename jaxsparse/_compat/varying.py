@@ -26,7 +26,7 @@ def checked_axes() -> frozenset[str]:
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
-  """`tree` whose arrays vary over `axes` by their types, too."""
+  """`tree`, whose arrays are typed as varying over `axes`, in addition to the axes of their types."""
 
   def cast(x: Any) -> Any:
     # `pcast` rejects axes over which x varies already.
@@ -77,14 +77,15 @@ def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> A
 
 def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
   """The branches, with each result typed as varying over all axes that it varies over in one of them."""
-  # A shard_map further out may have typed operands: without a check no axes are wanted.
+  # In an unchecked shard_map inside a checked one, an operand may still have axes of
+  # the checked one: all branches drop them.
   if not checked_axes():
     return [
       lambda *args, branch=branch: jax.tree.map(_without_axes, branch(*args))
       for branch in branches
     ]
   results = [jax.eval_shape(branch, *operands) for branch in branches]
-  # of each leaf of the results, the union over branches
+  # for each leaf of the results, the union over branches
   axes = jax.tree.map(
     lambda *leaves: frozenset().union(*map(axes_of_type, leaves)), *results
   )

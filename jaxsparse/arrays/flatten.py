@@ -22,8 +22,8 @@ def flatten(
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
-    tree: a pytree of floating-point arrays with an entry, as `check_leaves` and
-      `check_entries` say.
+    tree: a pytree of floating-point arrays with at least one entry, as checked by
+      `check_leaves` and `check_entries`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -73,7 +73,12 @@ def wide_dtype(x: Any) -> jnp.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class LeafRounding:
-  """Rounds f32 values to what leaves of these sizes and dtypes hold."""
+  """Rounds f32 values to what leaves of these sizes and dtypes hold.
+
+  Attributes:
+    sizes: entries of each leaf, n in all.
+    dtypes: dtype of each leaf.
+  """
 
   sizes: Sequence[int]
   dtypes: Sequence[jnp.dtype]
@@ -86,15 +91,15 @@ class LeafRounding:
   def __call__(
     self, values: jax.Array, indices: jax.Array | None = None, /
   ) -> jax.Array:
-    """Rounds f32[n], or f32[...] at flat indices i32[...], of which those from n on do not matter."""
+    """Rounds f32[n], or the values f32[...] at flat `indices` i32[...], of which n and more are empty slots."""
     if self.is_uniform:
       return _rounded(values, self.dtypes[0])
     if indices is None:
       split = zip(parts(values, self.sizes), self.dtypes, strict=True)
       return jnp.concatenate([_rounded(leaf, dtype) for leaf, dtype in split])
     ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
-    # The number of the leaf of each flat index. Each narrow dtype rounds the entries of
-    # its leaves only.
+    # The number of the leaf of each flat index, beyond the last leaf for an empty slot.
+    # Each narrow dtype rounds the entries of its leaves only.
     leaf = jnp.searchsorted(ends, indices, side="right")
     for dtype in filter(_is_narrow, dict.fromkeys(self.dtypes)):
       has_dtype = jnp.asarray([of_leaf == dtype for of_leaf in self.dtypes])
@@ -123,7 +128,7 @@ def representable(
   values: jax.Array,
   dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-  """Values rounded to what `dtype` holds, 0 in place of finite numbers that are too large; and what that leaves.
+  """Values rounded to what `dtype` holds, but 0 for finite numbers beyond its range; and values less the rounded ones.
 
   Example:
     >>> import jax.numpy as jnp
@@ -133,13 +138,13 @@ def representable(
   rounded = _rounded(values, dtype)
   if rounded is values:
     return values, jnp.zeros_like(values)
-  # Finite numbers beyond the range of the dtype become 0, and stay whole in the rest.
+  # Finite numbers beyond the range stay whole in the second result.
   held = jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
   return held, values - held
 
 
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
+  """f32 values rounded to what `dtype` holds. XLA may drop a conversion to `dtype` and back, but not this rounding."""
   limits = jnp.finfo(dtype)
   # Nothing to round: float32 holds the values, or they have the dtype already.
   if limits.bits >= 32 or values.dtype == dtype:
@@ -148,8 +153,8 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   # bfloat16, whose exponents are those of float32
   if limits.nexp == jnp.finfo(jnp.float32).nexp:
     return normal
-  # `reduce_precision` makes 0 of the subnormal numbers of float16, which are multiples
-  # of the smallest one.
+  # `reduce_precision` flushes the subnormal numbers of float16 to 0. They are the
+  # multiples of the smallest one.
   steps = 1 / float(limits.smallest_subnormal)
   return jnp.where(
     jnp.abs(values) < float(limits.smallest_normal),
@@ -159,11 +164,11 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def check_are_arrays(tree: Any, what: str) -> None:
-  """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
+  """Raises TypeError for a leaf that is neither array nor number, such as a function; `what` names the tree."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     is_number = isinstance(leaf, int | float | complex)
     has_type = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    # the class of an array has both, too
+    # the class of an array has dtype and shape, too
     if not is_number and (not has_type or isinstance(leaf, type)):
       raise TypeError(
         f"{what}{jax.tree_util.keystr(path)} is {leaf!r}, no array: give the arrays of a model alone, of Equinox "
@@ -178,7 +183,7 @@ OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def check_not_overwritten(tree: Any, what: str) -> None:
-  """Raises TypeError for a leaf of the collection that Flax overwrites with its gradient, naming its path."""
+  """Raises TypeError for a leaf whose "gradient" is its next value (`OVERWRITTEN`); `what` names the tree."""
   is_variable = lambda leaf: type(leaf).__name__ == OVERWRITTEN
   # The collection is a key of Flax's dictionaries, and a type of nnx's variables.
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
@@ -193,11 +198,10 @@ def check_not_overwritten(tree: Any, what: str) -> None:
 
 
 def check_leaves(tree: Any) -> None:
-  """Checks that a pytree is one of gradients.
+  """Checks that gradients are floating-point arrays of at least 16 bits, which are averaged and subtracted.
 
   Raises:
-    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its
-      path.
+    TypeError: for another leaf, naming its path.
   """
   check_are_arrays(tree, "gradients")
   check_not_overwritten(tree, "gradients")
@@ -227,9 +231,9 @@ def check_entries(tree: Any) -> None:
 def all_finite(tree: Any) -> jax.Array:
   """Whether no leaf of floating-point or complex numbers has NaN or Inf, bool[].
 
-  The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each
-  entry. Where x is a product, a fused multiply-add makes x − x its rounding error: the
-  sum of finite numbers is finite, and need not be 0.
+  x − x is NaN for NaN and Inf, and its sum takes one pass; with `jnp.isfinite` XLA on
+  CPU stores a boolean for each entry. The sum must be finite, not 0: where x is a
+  product, a fused multiply-add makes x − x the rounding error.
 
   Example:
     >>> import jax.numpy as jnp
@@ -241,9 +245,10 @@ def all_finite(tree: Any) -> jax.Array:
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
   sums = [jnp.sum(leaf - leaf) for leaf in inexact]
   are_finite = jnp.array([jnp.isfinite(leaf_sum) for leaf_sum in sums], jnp.bool_)
-  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it: a
-  # program that skips 100 leaves compiles 5 times as long. On GPUs, without these
-  # loops, a barrier takes 40 kernels and half a byte a parameter more in a step.
+  # Without a barrier XLA on CPU computes the flags anew, from all leaves, in each loop
+  # that uses them: a program that skips the update of 100 leaves compiles 5 times as
+  # long. GPUs have no such loops; there a barrier costs 40 kernels and half a byte a
+  # parameter in a step.
   once = _compat.by_platform(
     cpu=jax.lax.optimization_barrier, default=lambda flags: flags
   )
@@ -251,9 +256,9 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def stays_finite(before: Any, after: Any) -> jax.Array:
-  """Whether each leaf that has neither NaN nor Inf `before` has none `after`, bool[].
+  """Whether each leaf without NaN and Inf in `before` has neither in `after`, bool[].
 
-  A leaf that is not finite `before` may be anything after: the best loss so far of a
+  A leaf that is not finite in `before` is not checked: the best loss so far of a
   schedule, for example, begins with Inf.
 
   Args:

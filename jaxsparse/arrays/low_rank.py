@@ -50,7 +50,7 @@ def subtract(
   finite: jax.Array,
   decay: float,
 ) -> jax.Array:
-  """`decay * (grads + residual - x)`, f32[n], in the buffer of `residual`, which is returned unless `finite`, bool[].
+  """`decay * (grads + residual - x)`, f32[n], in the buffer of `residual`; the old residual unless `finite`, bool[].
 
   Example:
     >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
@@ -76,8 +76,8 @@ def subtract(
     return into
 
   def stored_first() -> jax.Array:
-    # XLA for CPUs stores the pieces that a conditional returns, each by a loop over its
-    # rows, before any is copied to its place.
+    # XLA on CPU stores what a conditional returns: it computes all pieces, each by a
+    # loop over rows, before the first one is written into `residual`.
     cut = lambda flat: [
       flat[place].reshape(shape) for place, shape in zip(places, shapes, strict=True)
     ]
@@ -85,37 +85,37 @@ def subtract(
     new = lambda: [
       decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
     ]
-    # Cut in the conditional: parts that it is given are copies of the whole residual.
+    # Cut inside the conditional: XLA would copy pieces that are passed to it.
     old = lambda: cut(residual)
     into = residual
     for place, piece in zip(places, varying.cond(finite, new, old), strict=True):
       into = jax.lax.dynamic_update_slice(into, piece.reshape(-1), (place.start,))
     return into
 
-  # On CPU the other ways take 1.3 and 2 to 3.5 times the CPU time of an update. In place
-  # an H100 runs 57 kernels for VGG-16, at once 1; a TPU moves 1.14 times the bytes of an
-  # update at once, and stores n entries more.
+  # On CPU the other ways take 1.3 and 2 to 3.5 times the CPU time of an update. In
+  # place, an H100 runs 57 kernels for VGG-16 instead of 1. At once, a TPU moves 1.14
+  # times the bytes of an update and stores n entries more.
   return _compat.by_platform(cpu=stored_first, gpu=at_once, default=in_place)()
 
 
 def _matrix(piece: Piece) -> jax.Array:
-  """A piece, f32[m] or f32[a, b]."""
+  """The entries of a piece: f32[m], or LᵀR, f32[a, b]."""
   if isinstance(piece, jax.Array):
     return piece
-  # a sum of outer products, which XLA computes where it is written; no product of
-  # matrices, whose result would be stored
+  # A sum of outer products, which XLA fuses with its use; it would store the result of
+  # a matrix product.
   outer = lambda column, row: column[:, None] * row[None]
   return functools.reduce(jnp.add, map(outer, *piece))
 
 
 def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
-  """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a ≤ most: rows of length a, zeros behind them.
+  """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a, by Householder reflections; `most` is the largest a.
 
-  The rows are orthonormal, and each column of the factor is a sum of them, by
-  Householder reflections of all factors at once. They are orthonormal for columns that
-  depend on each other, too. A column of zeros is replaced by a random one. The QR of
-  `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with
-  few cores (JAX 0.10.2).
+  The r rows of a basis, filled with zeros behind length a, are orthonormal, even where
+  columns of the factor depend on each other. Each column is a linear combination of
+  them; a column of zeros is first replaced by a random one. All factors are reflected
+  at once. Not by the QR of `jnp.linalg`, which calls LAPACK: two batches at once block
+  each other on CPUs with few cores (JAX 0.10.2).
 
   Example:
     >>> from jaxsparse.arrays import noise
@@ -136,7 +136,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
 
 
 def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
-  """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random for those of zeros."""
+  """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random instead of zeros."""
   lengths = [len(factor) for factor in factors]
   most = max(lengths)
   pad = lambda factor: jnp.pad(factor.T, ((0, 0), (0, most - len(factor))))
@@ -159,8 +159,9 @@ def _reflect(
 
   Args:
     column_index: i32[], the column of this step.
-    before: (x, vectors, scales): the columns, f32[S, r, most], each a row of x; v and
-      scale of each reflection, f32[S, r, most] and f32[S, r], zeros for later ones.
+    before: (x, vectors, scales). The r columns of S matrices, f32[S, r, most], padded
+      to `most` entries, each column a row of x; v and scale of each reflection, f32[S,
+      r, most] and f32[S, r], zeros for later ones.
 
   Returns:
     The three arrays after the step.
@@ -168,8 +169,10 @@ def _reflect(
   x, vectors, scales = before
   row = jnp.arange(x.shape[2])[None]
   column = jnp.where(row >= column_index, x[:, column_index], 0.0)
+  # the entry of each column at position `column_index`, f32[S, r]
   entries = x[:, :, column_index]
   products = _einsum("sa,sra->sr", column, x)
+  # the square of the norm of `column`, f32[S, 1]
   square = products[:, column_index, None]
   entry = entries[:, column_index, None]
   # The one entry of the column's image. Its sign is opposite to the entry's, so that
@@ -190,12 +193,16 @@ def _reflect(
 
 
 def _basis(vectors: jax.Array, scales: jax.Array) -> jax.Array:
-  """The first r rows of the product of the reflections I − scale v vᵀ, f32[S, r, most]."""
+  """The first r rows of H_{r−1} ⋯ H_1 H_0, f32[S, r, most], with the reflections H = I − scale v vᵀ.
+
+  The product is I − Σ w vᵀ, with a vector of weights w for each v. A further factor H
+  on the right adds w = scale (v − Σ (v'ᵀv) w'), summed over the later v' with their w'.
+  """
   rank, most = vectors.shape[1:]
   products = _einsum("sra,sqa->srq", vectors, vectors)
 
   def weigh(turn: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
+    """Sets the first r entries of w, f32[S, r], of one reflection; turn 0 is that of the last reflection."""
     column_index = rank - 1 - turn
     later = _einsum("sq,sqr->sr", products[:, column_index], weights)
     return weights.at[:, column_index].set(
@@ -203,7 +210,7 @@ def _basis(vectors: jax.Array, scales: jax.Array) -> jax.Array:
     )
 
   weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
-  # The product of all reflections is I − Σ of weights times v: its first r rows.
+  # the first r rows of I − Σ w vᵀ
   unit = jnp.eye(rank, most, dtype=jnp.float32)[None]
   return unit - _einsum("sqr,sqa->sra", weights, vectors)
 

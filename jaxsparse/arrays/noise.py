@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def fold(key: jax.Array, data: jax.Array | int) -> jax.Array:
-  """Another key u32[2] for each number `data`, i32[] or u32[], as `jax.random.fold_in`."""
+  """A new key u32[2] from a key u32[2] and a number `data`, i32[] or u32[], as `jax.random.fold_in`."""
   data = jnp.asarray(data).astype(jnp.uint32)
   # Added so that 0 is mixed, too: `_mix` maps 0 to 0.
   apart = data + jnp.uint32(0x9E3779B9)
@@ -29,7 +29,7 @@ def bits(
   n: int,
   start: jax.Array | int = 0,
 ) -> jax.Array:
-  """Random bits u32[n] of a key, each a function of its index, `start` … start + n − 1; parts may be drawn apart."""
+  """Random bits u32[n], each a function of the key and its index, start … start + n − 1: a part can be drawn alone."""
   first = jnp.asarray(start).astype(jnp.uint32)
   index = jnp.arange(n, dtype=jnp.uint32) + first
   return _mix(_mix(index ^ key[0]) + key[1])

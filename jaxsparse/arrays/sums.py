@@ -42,13 +42,12 @@ def ordered_sum(
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-  """The sum of each row of f32[rows, m], by halves.
+  """The sum of each row of f32[rows, m], f32[rows], in a fixed order that vectorizes: half is added to half.
 
   Example:
     >>> row_sums(jnp.array([[1.0, 2.0, 4.0]]))
     Array([7.], dtype=float32)
   """
-  # entry by entry of two halves: a fixed order that vectorizes
   while (width := x.shape[1]) > 1:
     half = -(-width // 2)
     second = jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - width)))
@@ -71,7 +70,7 @@ def _fold(
   term: Callable[[jax.Array], jax.Array],
   combine: Callable,
 ) -> jax.Array:
-  """Combines the terms of the sum of `addends` to one, f32[]; zeros fill the last piece.
+  """Combines term(Σ addends) over all entries, f32[], in a fixed order: 32 pieces entry by entry until one is left.
 
   Args:
     addends: f32[n] each.
@@ -82,14 +81,15 @@ def _fold(
   if size <= _PIECES:
     return _fold_few(term(functools.reduce(jnp.add, addends)), combine)
   length = -(-size // _PIECES)
-  # fewer pieces where a vector is short
+  # fewer than 32 pieces where a vector is short
   count = -(-size // length)
   shorter = size - (count - 1) * length  # entries of the last piece
 
   def fold(first: int, end: int, pieces: int) -> jax.Array:
-    """Combines the entries first … end − 1 of the first `pieces` pieces, which all have them.
+    """Combines the entries first … end − 1 of the first `pieces` pieces, all of which have these entries.
 
-    So no index is compared with the end of the vector: a GPU is four times as fast.
+    A comparison of indices with the end of the vector would take a GPU four times as
+    long.
     """
 
     def cut(piece: int) -> jax.Array:
@@ -103,7 +103,7 @@ def _fold(
   folded = fold(0, shorter, count)
   if shorter < length:
     zeros = jnp.zeros(length - shorter, folded.dtype)
-    # The last piece has zeros there, which also make a sum of −0 a 0.
+    # Zeros replace the entries that the last piece lacks; they turn a sum of −0 into 0.
     rest = combine(fold(shorter, length, count - 1), zeros)
     folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
   return _fold((folded,), lambda x: x, combine)
@@ -113,8 +113,8 @@ def _fold_few(terms: jax.Array, combine: Callable) -> jax.Array:
   """Combines the entries of f32[m], at most 32, one after the other, f32[]."""
 
   def loop() -> jax.Array:
-    # XLA on CPU would compute all that is no loop anew for each entry that uses the
-    # result: without this loop, the sum of the last 450 terms, or 1024.
+    # Without this loop XLA on CPU would sum the last terms, up to 1,024, anew for each
+    # entry that uses the result: it computes all that is not a loop where it is used.
     step = lambda index, total: combine(total, terms[index])
     return varying.fori_loop(1, terms.size, step, terms[0])
 
@@ -122,7 +122,8 @@ def _fold_few(terms: jax.Array, combine: Callable) -> jax.Array:
     one_by_one = [terms[index : index + 1] for index in range(terms.size)]
     return functools.reduce(combine, one_by_one)[0]
 
-  # Unrolled, the norm of 14.7 M entries over their largest takes 7 times the CPU time.
+  # On CPU, unrolled, the norm of 14.7 M entries, each divided by the largest magnitude,
+  # takes 7 times the time.
   return _compat.by_platform(cpu=loop, default=unrolled)()
 
 
@@ -133,14 +134,14 @@ def fold_rows(
   combine: Callable[[jax.Array, jax.Array], jax.Array],
   one_by_one: bool,
 ) -> jax.Array:
-  """Combines `term(x[:, row], row)` of 2ⁱ consecutive rows in pairs, [blocks, columns] of [blocks, rows, columns].
+  """Combines `term(x[:, row], row)` of 2ⁱ consecutive rows in pairs, to [blocks, columns].
 
   Args:
-    x: the blocks.
+    x: the blocks, [blocks, rows, columns].
     rows: the rows to combine.
-    term: elementwise, of one row and its number, or of all rows, [blocks, rows,
-      columns], and numbers [1, rows, 1].
-    combine: of two arrays.
+    term: elementwise, takes one row [blocks, columns] and its number, or several rows
+      [blocks, rows, columns] and their numbers [1, rows, 1].
+    combine: elementwise, takes two arrays.
     one_by_one: True for an operation for each row, which XLA on CPU vectorizes; False
       for operations on halves of all rows, which are few to compile. The bits are the
       same if products in `term` are exact.

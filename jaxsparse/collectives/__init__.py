@@ -42,10 +42,10 @@ def _kinds() -> dict[str, type[Collective]]:
 
 
 def _modules(package: str) -> list[str]:
-  """The full names of the modules of a package, but for those of helpers."""
+  """The full names of the modules of a package, without helpers, whose names begin with an underscore."""
   path = importlib.import_module(package).__path__
   names = [f"{package}.{module.name}" for module in pkgutil.iter_modules(path)]
-  # `baselines` is a folder of algorithms and no algorithm: `_kinds` lists it by itself.
+  # `baselines` is a package of algorithms, whose modules `_kinds` lists separately.
   return [
     name
     for name in names
@@ -80,7 +80,7 @@ def collective_names() -> tuple[str, ...]:
 
 
 def collective_options(name: str | Collective) -> tuple[str, ...]:
-  """The names of the options of a collective, which is named as for `make_collective`.
+  """The names of all options of a collective; `name` is as in `make_collective`.
 
   Raises:
     ValueError: for an unknown name, with the choices.
@@ -90,7 +90,7 @@ def collective_options(name: str | Collective) -> tuple[str, ...]:
     >>> collective_options("dense"), collective_options("dense:dtype=bfloat16")
     (('dtype',), ('dtype',))
   """
-  if isinstance(name, Collective):
+  if isinstance(name, Collective):  # an instance: no options to check
     return _checked_options(name, {})
   # "spardl:teams=2" is ("spardl", {"teams": 2})
   kind_name, options = collective_of(_checked_label(name))
@@ -98,7 +98,7 @@ def collective_options(name: str | Collective) -> tuple[str, ...]:
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
-  """The collective of a name with the given options; all functions that take a collective read it by this one.
+  """The collective of a name with the given options. Functions with an argument `collective` accept the same names.
 
   Args:
     name: one of `js.collective_names()`; or a name with options in one string, as
@@ -168,7 +168,7 @@ def _checked_options(
 ) -> tuple[str, ...]:
   """The names of all options of a class or of an instance; TypeError if `config` has another name."""
   kind = model if isinstance(model, type) else type(model)
-  # Fields with `init=False`, as the shapes of leaves, are no parameters and no options.
+  # Fields with `init=False`, such as the shapes of leaves, are not options.
   options = tuple(inspect.signature(kind).parameters)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(

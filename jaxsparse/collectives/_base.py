@@ -119,6 +119,7 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
+    # Sets `name` from the module, and rejects class attributes that should be traits.
     # "gtopk" of jaxsparse.collectives.baselines.gtopk, "spardl" of
     # jaxsparse.collectives.spardl.algorithm; "ring" of a user's module mine.ring.
     inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
@@ -242,8 +243,12 @@ class Collective(abc.ABC):
   def count(
     self, comm: Comm, n: int, selected: jax.Array | int, delivered: jax.Array | int
   ) -> Counters:
-    """The counters of a step that sends the words of `cost`, none of them in an empty slot."""
+    """The counters of a step that sends the words of `cost`, all of them used: no slot of a message is empty.
+
+    `selected` entries are chosen by this worker, `delivered` ones are in the total.
+    """
     words = self.cost(n, comm.size).words
+    # words sent, words used
     return Counters(words, words, selected=selected, delivered=delivered)
 
 
@@ -410,7 +415,9 @@ class SparseCollective(Collective):
     return dataclasses.replace(super().traits, has_k=self.k is not None)
 
   def for_groups(self, sizes: Sequence[int]) -> list[Self]:
-    """The collective of each group: k is divided in proportion, at least 1 for each.
+    """The collective of each group of leaves: k is divided in proportion to the `sizes`, at least 1 for each group.
+
+    `sizes` are the numbers of entries of the groups.
 
     Raises:
       ValueError: if k exceeds the number of all entries, or is less than the number of
@@ -424,12 +431,12 @@ class SparseCollective(Collective):
       raise ValueError(
         f"{self.name}: k={k}, choose at least one for each of the {len(sizes)} groups"
       )
-    # 1 each, the rest in proportion to size − 1, so that no group gets more than its
-    # entries.
+    # Each group gets 1, and a part of the other k − groups in proportion to size − 1.
+    # So no group gets more than its entries.
     reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
     more = k - len(sizes)
-    # bounds[i] of the rest are for the first i groups: floors of running sums, whose
-    # differences add up to `more`.
+    # The first i groups get bounds[i] of `more`: floors of running sums, so that the
+    # differences add up to `more`. `max`, as all groups may have one entry.
     bounds = [more * upto // max(1, reached[-1]) for upto in reached]
     return [
       replace_fields(self, k=1 + high - low) for low, high in itertools.pairwise(bounds)

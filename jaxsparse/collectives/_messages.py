@@ -42,9 +42,13 @@ class Writer(NamedTuple):
   next_step: Any = ()
 
   def encode(self, entries: Sparse, message_index: int) -> tuple[Any, Sparse]:
-    """Rows of entries as a message of this step, and their rounding errors, in the slots of the entries.
+    """Encodes rows of entries as a message of this step.
 
     `message_index` is folded into the key: each message of a step has other noise.
+
+    Returns:
+      (message, errors): arrays to send; and the rounding error of each entry as its
+      value, in the same slots, zeros if values are not rounded.
     """
     noise = None
     if self.key is not None:
@@ -52,8 +56,8 @@ class Writer(NamedTuple):
         jax.random.fold_in(self.key, message_index), entries.values.shape, jnp.float32
       )
     if self.codec.rounds:
-      # Without a barrier, XLA for GPUs reads bf16's values again for the errors, and
-      # copies the vector that they are in before anything is added to it.
+      # The barrier stores the values. Else XLA for GPUs reads them from their vector
+      # again for the errors, and copies that vector before it is updated in place.
       entries = jax.lax.optimization_barrier(entries)
     message, rounded = self.codec.encode(entries, noise)
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
@@ -78,10 +82,12 @@ class Writer(NamedTuple):
   def gather_rows_with(
     self, numbers: Any, comm: Comm, row: Sparse, message_index: int, slots: int
   ) -> tuple[Any, Sparse, list[Sparse], jax.Array]:
-    """`gather_rows`, and in the same messages `numbers`, a pytree of i32[] of each worker, which become i32[P].
+    """As `gather_rows`, and the same messages carry `numbers`, a pytree of i32[] of each worker.
 
-    None or () are no numbers, and returned as they are. The i32[P] are in the order of
-    the rows, first that of worker `rank`.
+    Returns:
+      (numbers, rows, lost, words): i32[P] for each i32[], in the order of the rows,
+      first that of worker `rank`; None or () as they are. The others as `gather_rows`
+      returns them.
     """
     message, errors = self.encode(row, message_index)
     numbers, messages = all_gather(comm, (numbers, message))
@@ -117,13 +123,12 @@ class Writer(NamedTuple):
     return [sparse.resize(errors, slots, self.codec.length)]
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
-    """Words of `entries` i32[] entries, u32[]: in proportion, of those of a message of `capacity` slots."""
+    """The words u32[] of `entries`, i32[], entries: each takes 1/`capacity` of a message of `capacity` slots."""
     words = self.codec.words(1, capacity)
-    # An entry of "coo" takes two words: counted in integers, without the rounding of a
-    # float.
+    # An entry of "coo" takes two words, which integers count exactly.
     if words == 2 * capacity:
       return saturated_product(entries, 2)
-    # a float32, since u32 would overflow before the division
+    # in float32, since the product of u32 may overflow before the division
     return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
 
 
@@ -149,7 +154,7 @@ def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
     ((10, 20, 40, 80, 160), (3, 4), (7,))
   """
   ratio = (high / low) ** (1 / (count - 1))
-  # Rounded before it is rounded up: 80.0000001 stands for 80.
+  # `round` first: 80.0000001 is 80 with a rounding error, and must not become 81.
   capacities = [math.ceil(round(low * ratio**power, 6)) for power in range(count)]
   return tuple(sorted({min(high, capacity) for capacity in capacities}))
 
@@ -264,10 +269,15 @@ class EncodingCollective(SparseCollective):
     return super().init(n, size)._replace(shared=self.first_step)
 
   def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
-    """The writer of a step. Where its format rounds at random, workers with the same `block`, i32[], round alike.
+    """The writer of a step.
 
-    `step` is the number of the step, i32[], from `first_step` or `Writer.next_step`.
+    Args:
+      codec: the wire format.
+      step: i32[], the number of the step, from `first_step` or `Writer.next_step`.
+      block: i32[]; workers with the same number draw the same noise. It is the rank, or
+        in SparDL the block, since several workers must round its sum alike.
     """
+    # Without random rounding there is no key, and no step to count.
     if not FORMATS[self.wire].draws:
       return Writer(codec)
     # The key is the same in every run: a run from a checkpoint rounds as the first one
@@ -296,7 +306,7 @@ class SelectingCollective(EncodingCollective):
     return super().init(n, size)._replace(worker=self.selection.init(1))
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
-    """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory.
+    """The entries of f32[n] to send at once, in [1, k] slots; the number of filled slots i32[]; the next memory.
 
     `memory` is what the selector carries from step to step, or (): `State.worker`.
     """

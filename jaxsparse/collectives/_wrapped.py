@@ -103,7 +103,7 @@ class Corrected(Wrapped):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _check_momentum("momentum_corrected", self.collective)
+    _refuse_momentum("momentum_corrected", self.collective)
     if self.masking and self.collective.traits.mixes_entries:
       raise ValueError(
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
@@ -138,7 +138,7 @@ class Corrected(Wrapped):
     # False where all entries are delivered in every step, which need no masking; True;
     # or bool[] where that depends on the step.
     if self.masking and (is_partial := self.is_partial(grads.size, state)) is not False:
-      # zeros where the next residual is not sent + residual
+      # 0 where an entry was delivered: there the next residual is not sent + residual
       masked = reduced.mask(momentum, sent, state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
     return reduced._replace(
@@ -146,7 +146,7 @@ class Corrected(Wrapped):
     )
 
 
-def _check_momentum(wrapper: str, collective: Collective) -> None:
+def _refuse_momentum(wrapper: str, collective: Collective) -> None:
   """Raises ValueError, in the name of `wrapper`, if the collective inside has a momentum, at any depth."""
   if collective.traits.has_momentum:
     raise ValueError(
@@ -189,7 +189,7 @@ class EF21(Wrapped):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _check_momentum("ef21", self.collective)
+    _refuse_momentum("ef21", self.collective)
     inner = self.collective.traits
     # A part of a change that is lost would be missing from the sum of means for ever,
     # and workers whose totals differ would add up different sums.
@@ -226,19 +226,21 @@ class EF21(Wrapped):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     before: Mean = state.worker
     shared: Tracked = state.shared
-    # v ← β v + (1 − β) g; the collective sends its change. The last v, its undelivered
-    # part and the last total all count _KEPT = 1 − 2⁻¹³ times, so that rounding errors
-    # in the total are forgotten.
+    # v ← β v + (1 − β) g; the collective sends the change of v. The last v, its
+    # undelivered part (`inner_state`) and the last total are multiplied by _KEPT =
+    # 1 − 2⁻¹³, so that rounding errors in the total are forgotten.
     mean = before.mean + (1 - self.momentum) * (grads - before.mean)
     change = mean - _KEPT * before.mean
+    # `computed`: arrays in place of a deferred total, as `add_to` needs
     reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
-    # The sum of all workers' means, as far as it is delivered: the last one plus the
+    # The sum of all workers' means, as far as it is delivered: the last sum plus the
     # total of the collective inside.
     total, undelivered = reduced.add_to(_KEPT * shared.total)
     worker = Mean(mean, undelivered, reduced.state.worker)
     after = State(None, worker, Tracked(total, reduced.state.shared))
-    # An optimizer with the same momentum gets `total` back as its first moment, and
-    # the square of a single gradient, not that of a mean, for its second.
+    # Undo the average: total = β · last total + (1 − β) · recent. So an optimizer with
+    # momentum β has `total` as its first moment, and a second moment of gradients, not
+    # of means.
     recent = (total - self.momentum * shared.total) / (1 - self.momentum)
     return Reduced(recent, after, reduced.counters)
 
@@ -257,7 +259,7 @@ class WarmedUp(Wrapped):
   Attributes:
     collective: the collective inside, with its density from step `steps[-1]` on.
     steps: numbers of steps, ascending.
-    densities: as many densities.
+    densities: as many densities. The collective with one of them is a rung.
   """
 
   collective: SparseCollective
@@ -279,7 +281,7 @@ class WarmedUp(Wrapped):
     ]
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
-    # whether each rung delivers fewer than n entries; a density of 1 delivers all
+    # For each rung: does it deliver fewer than n entries? A density of 1 delivers all.
     are_partial = jnp.array([rung.entries(n) < n for rung in self.rungs()])
     return are_partial[self._rung(state.shared.step)]
 
@@ -307,9 +309,9 @@ class WarmedUp(Wrapped):
       lambda rung=rung: rung.reduce(comm, grads, inner).computed()
       for rung in self.rungs()
     ]
-    # All branches must return the same shapes: as many slots of entries as the densest
-    # rung has, in the total and in a pending residual. `slots` is a `Reduced` with a
-    # number in place of each `Sparse`, and 0 in place of other arrays.
+    # All branches must return the same shapes, so each `Sparse` (a total, entries of a
+    # pending residual) gets as many slots as it has in any rung. `slots` is a `Reduced`
+    # with this number in place of each `Sparse`, and 0 in place of other arrays.
     most = lambda *leaves: max(
       leaf.indices.size if _is_sparse(leaf) else 0 for leaf in leaves
     )
@@ -334,7 +336,7 @@ def _is_sparse(x: Any) -> bool:
 
 
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
-  """The same result, with so many slots of entries, and counters in the dtypes of `Counters`.
+  """`reduced` with `slots` slots in each `Sparse`, and counters in the dtypes of `Counters`.
 
   Args:
     reduced: a result with arrays only.
@@ -350,8 +352,8 @@ def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
     return sparse.resize(jax.tree.map(jnp.ravel, x), most, n)
 
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
-  # Some collectives count in Python numbers, and branches have to agree in dtypes,
-  # which are those of `zeros`.
+  # Some collectives count in Python numbers, but branches must agree in dtypes: those
+  # of `zeros`.
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   counters = jax.tree.map(cast, counters, Counters.zeros())
   return type(reduced)(total, state, counters)

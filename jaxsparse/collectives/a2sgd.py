@@ -82,7 +82,7 @@ class A2SGD(Collective):
     # Divided before the sum: a product that a sum follows may become a fused
     # multiply-add, in some programs only.
     averages = comm.all_reduce(local / comm.size)
-    # g′: the entries that the means stand for, shifted to the averages
+    # g′ of each part: entries beyond a mean move by average − mean
     shifts = list(map(shift_entries, parts, local, averages))
     counters = self.count(
       comm, grads.size, selected=2 * len(parts), delivered=grads.size

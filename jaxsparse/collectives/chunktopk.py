@@ -71,10 +71,10 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    # ⌈ρ · chunk⌉ by a density, of which `entries` takes the length; ⌈k · chunk / n⌉ by
-    # k, of which `entries` takes n.
-    share = length if self.k is None else n
-    k_chunk = -(-self.entries(share) * length // share)
+    # `entries(m)` is ⌈ρ m⌉, or k if k ≤ m. So this is ⌈ρ · length⌉ by a density, else
+    # ⌈k · length / n⌉.
+    m = length if self.k is None else n
+    k_chunk = -(-self.entries(m) * length // m)
     return -(-n // length), length, k_chunk
 
   def cost(self, n: int, size: int) -> Cost:

@@ -99,18 +99,20 @@ class OneBit(Collective):
     blocks = BitBlocks.of(n, comm.size, self.bits)
     # addends of acc_w, which `blocks` adds where it reads them
     acc = grads, state.residual
-    # Q(acc_w), of which region v goes to worker v: codes and scales as they are sent,
-    # and f32 steps, the decoded scales, from which the residual is computed.
+    # Q(acc_w) of all blocks, from block 0 on; region v goes to worker v. Codes and
+    # scales are sent. `steps`, f32[blocks, 1] or [blocks, columns], are the decoded
+    # scales, from which the residual is computed.
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
     # sum = acc_owner + Σ_{w ≠ owner} Q(acc_w)
     sums = blocks.sum_region(acc, rank, received)
-    # total = Q(sum), of the own region, whose first block is `first`. `sums` has a
-    # margin of CHUNK blocks before the region and behind it.
+    # total = Q(sum) of the own region, whose first block is `first`. `skip` passes over
+    # the margin of CHUNK blocks before the region in `sums`; another one is behind it.
     first = rank * blocks.region
     *summed, steps_of_sums = blocks.encode((sums,), first, blocks.region, skip=CHUNK)
-    # steps of what this worker rounded: acc_w, in the own region the sum
+    # Steps of all that this worker rounded: acc_w, and in the own region the sum.
     kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (first, jnp.int32(0)))
+    # `summed` are the codes and scales of one region: one message
     messages = all_gather(comm, blocks.pack(*summed)[0])
     # from here on the codes and the steps of the total, of all regions
     codes, steps = blocks.unpack(in_rank_order(comm, messages))

@@ -141,7 +141,7 @@ class PowerSGD(ByLeaf):
   def cost(self, n: int, size: int) -> Cost:
     """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     costs = self._costs(n, size)
-    # A step has one of the all-reduces: the larger one is an upper bound.
+    # A step has one of the two all-reduces, so the larger one is an upper bound.
     if self.alternate:
       return max(costs, key=lambda cost: cost.words)
     # both halves of a step
@@ -164,24 +164,24 @@ class PowerSGD(ByLeaf):
       functools.partial(_turn, add, key, leaves, to_right=to_right)
       for to_right in (False, True)
     )
-    # L = Σ_w M_w orth(R), then R = Σ_w M_wᵀ orth(L) (Algorithm 1); with `alternate` in
-    # turn
+    # Sets `done`, the half step with the factors of the total, and `sent`, the half
+    # step that sends the entries sent whole.
     if self.alternate:
-      # One branch runs: the left factors in even steps, the right ones in odd steps.
+      # One half runs: L = Σ_w M_w orth(R) in even steps, R = Σ_w M_wᵀ orth(L) in odd.
       turns = [
         lambda turn=turn: turn(state.residual, others, factors)
         for turn in (left, right)
       ]
       done = varying.cond(to_left, *turns)
-      # `done` has the factors of the total, `sent` the entries that are sent whole.
       sent = done
       bound = done.bound
       after = done.factors
     else:
+      # L = Σ_w M_w orth(R), then R = Σ_w M_wᵀ orth(L) (Algorithm 1)
       half = left(state.residual, others, factors)
-      # The second half computes gradient + residual again. Its residual waits for the
-      # first half: else XLA would compute the sums once, and store them in between. The
-      # first half has sent all that goes whole, so the second one has no `others`.
+      # `_after` delays the residual until the first half is done, so that the second
+      # half adds gradient + residual again: else XLA would keep the sums of the first
+      # half in memory. The second half sends no `others`: the first one has sent them.
       done = right(_after(half.bound, state.residual), others[:0], half.factors)
       sent = half
       bound = jnp.maximum(half.bound, done.bound)
@@ -229,8 +229,8 @@ class PowerSGD(ByLeaf):
   ) -> tuple[jax.Array, jax.Array]:
     """The sum of f32[m] over workers, and the share of this worker in it; the shares of all workers add up to the sum.
 
-    The share is x itself; with `wire="bf16"` it has the rounding errors of this
-    worker's messages, so that x less the share stays owed.
+    The share is x; with `wire="bf16"` it is x less the errors that this worker's
+    rounding made, which stay in its residual.
     """
     # an all-reduce of nothing would be a message all the same
     if not x.size:
@@ -247,7 +247,7 @@ class PowerSGD(ByLeaf):
     """The leaves of a gradient f32[n] that are sent as factors, and gradient + residual of all other leaves, f32[m]."""
     # the number of entries of each leaf, and its (a, b); None if the leaf is sent whole
     entries, shapes = zip(*self._layout(grads.size), strict=True)
-    # One more than there are leaves, which `zip` drops.
+    # The last start is the end of the vector, which `zip` drops.
     starts = [0, *itertools.accumulate(entries)]
     leaves = list(zip(starts, flatten.parts(grads, entries), shapes, strict=False))
     others = [
@@ -324,8 +324,8 @@ class LowRank(NamedTuple):
     """The total and the residual, as `Formula.finish` returns them.
 
     Args:
-      values: what `values` returns, after the check that it is finite: the left factor
-        of each piece of low rank, other pieces whole; and the bound.
+      values: (lefts, bound) of the property `values`: the left factor of each pair,
+        other pieces whole, and the bound; all divided by P for the mean.
       finite: bool[], false in a step that all workers skip.
       residual: before the step.
       decay: the factor of the next residual.
@@ -336,8 +336,8 @@ class LowRank(NamedTuple):
     ]
     # decay · (grads + residual − projection), or `residual` unless finite
     residual = low_rank.subtract(self.projection, self.grads, residual, finite, decay)
-    # `depend_on` adds a 0 that depends on the new residual, so `finite` keeps its
-    # value. All reads of `grads` precede the reuse of its buffer for the update.
+    # `depend_on` returns 0, but only after the new residual is computed, so `finite`
+    # keeps its value. So `grads` is read before the update reuses its buffer.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
     return low_rank.dense_if(finite, pieces), residual
 
@@ -360,10 +360,11 @@ def _bases(
 ) -> list[jax.Array]:
   """The orthonormal basis of the columns of each factor f32[a, r], as rows f32[r, a].
 
-  The bases of factors of about the same length are found at once: few loops to compile,
-  and less padding than factors. `key` draws directions in place of columns of zeros.
+  Factors of lengths 2^(i − 1) + 1 … 2^i are padded to the longest and orthonormalized
+  together: few loops to compile, and less than half is padding. `key` draws directions
+  in place of columns of zeros.
   """
-  # lengths up to the same power of two
+  # i, where 2^i is the length rounded up to a power of two
   length_bits = lambda index: (len(factors[index]) - 1).bit_length()
   by_length = sorted(range(len(factors)), key=length_bits)
   basis_of = dict[int, jax.Array]()
@@ -436,7 +437,7 @@ def _turn(
 ) -> _Turn:
   """Half a step: the left factors, from the right ones, or, if `to_right`, the right ones, from the left ones.
 
-  One all-reduce sums all of them, and the other entries.
+  One all-reduce sums the factors of all matrices, and `others`.
 
   Args:
     add: an all-reduce of f32[m] that returns the sum and this worker's share in it.
@@ -445,7 +446,7 @@ def _turn(
     residual: f32[n], before the step.
     others: f32[m], gradient + residual of entries that are sent whole; empty if they
       have been sent.
-    factors: the last ones.
+    factors: the factors before this half step.
     to_right: which factors to compute.
   """
   bases = _bases(factors.left if to_right else factors.right, key)
@@ -470,8 +471,8 @@ def _turn(
   total = list(map(factorized, summed, bases))
   projection = list(map(factorized, shares, bases))
   new = tuple(factor.T if to_right else factor for factor in summed)
-  # An entry of a product is a sum of r terms, each at most the largest entry of a
-  # factor: entries of a basis are at most 1, but for rounding, for which 2 leaves room.
+  # An entry of a product is a sum of r terms: an entry of a basis, at most 1, or 2 with
+  # rounding errors, times an entry of a factor.
   rank = len(bases[0]) if bases else 0
   largest = lambda x: largest_magnitude(x) if x.size else 0.0
   bound = jnp.maximum(

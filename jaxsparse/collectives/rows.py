@@ -122,7 +122,7 @@ class Rows(ByLeaf):
   def cost(self, n: int, size: int) -> Cost:
     """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     words = sum(leaf.sent * (leaf.width + 1) for leaf in self._leaves(n))
-    # whether a step may take the form with owners; which one takes an all-reduce
+    # Whether a step may take the form with owners; then an all-reduce chooses the form.
     by_region = bool(self._capacities(n, size))
     messages = 2 * len(schedules.strides(size)) + (size - 1) * by_region
     agreements = schedules.agreement_messages(size) * by_region
@@ -195,11 +195,11 @@ class Rows(ByLeaf):
     words = saturated(self.cost(n, size).words, jnp.uint32)
     if not forms:
       return gather(), words
-    # Forms of more words fit wherever one of fewer does, so this counts the forms
-    # before the first that fits.
+    # Capacities ascend: if a form fits, all after it fit. So the number of misfits is
+    # the index of the first form that fits, or of `gather`, the last branch.
     misfits = jnp.stack([~_fits(form, ordinals) for form in forms])
-    # All workers have the same number already; the all-reduce makes it replicated by
-    # its type in a shard_map, too.
+    # The number is the same on all workers already. The all-reduce only makes its type
+    # in a shard_map replicated.
     form_index = comm.all_reduce(misfits.sum(dtype=jnp.int32), "max")
     by_region = [
       functools.partial(_add_by_region, comm, form, leaves, ordinals, values)
@@ -212,7 +212,7 @@ class Rows(ByLeaf):
     return sums, jnp.stack([*words_of_forms, words])[form_index]
 
   def _capacities(self, n: int, size: int) -> list[_Capacities]:
-    """The capacities of the form with owners that are worth it, of the fewest words first; [] if none is.
+    """The capacities for the form with owners that save enough words, the fewest words first; [] if none do.
 
     Each has `split`, rows of each leaf in a message to an owner, and `sums`, rows of
     each leaf in a region.
@@ -225,14 +225,15 @@ class Rows(ByLeaf):
     likely = (math.ceil((root + 2) ** 2) for root in roots)
     split = tuple(map(min, regions, likely))
     forms = {}  # by the sums, so that none occurs twice
-    # The different rows of a region, over the rows that a worker sends: 0.4 … 0.8, the
-    # fewest first. How many overlap is not known before the step.
+    # How many rows of workers coincide is not known before the step. So each form has
+    # room for another number of different rows of a region: `share` times `sent`.
     for share in _SHARES:
       sums = tuple(
         min(region, math.ceil(share * leaf.sent))
         for region, leaf in zip(regions, leaves, strict=True)
       )
       forms[sums] = _Capacities(split, sums)
+    # words of the form without owners
     of_gather = sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
     # A form that saves less than a tenth is not worth its P − 1 messages more.
     most = _WORTH * of_gather
@@ -261,7 +262,7 @@ def _words(form: _Capacities, leaves: list[_RowLeaf], size: int) -> int:
 
 
 def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
-  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros.
+  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more in empty slots.
 
   The leaf is `leaf.rows` rows of `leaf.width` entries of f32[n] `acc`, from the flat
   index `leaf.start` on; a worker sends `leaf.sent` of them.
@@ -287,9 +288,10 @@ def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
 
 
 def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-  """The set of the `rows` rows that any worker sends, and which of these each worker sends, i32[P, sent].
+  """The set of the rows that any worker sends, a bitset, and the ordinals in it of each worker's rows, i32[P, sent].
 
-  The `numbers`, i32[P, sent], from `rows` on are empty slots; their ordinal is P · sent.
+  A row of `numbers`, i32[P, sent], has the rows of a worker. Numbers from `rows` on are
+  empty slots, with ordinal P · sent.
   """
   is_sent = jnp.zeros(rows, bool).at[numbers].set(True, mode="drop")
   members = bitset.pack(is_sent)
@@ -355,7 +357,7 @@ def _add_by_region(
   of_region = _sum_rows(owned, comm.all_to_all(sent), list(form.sums))
   gathered = in_rank_order(comm, all_gather(comm, of_region))
   sums = []
-  # row o // P of region o % P is that of ordinal o
+  # Ordinal o is row o // P of region o % P: with axes swapped, rows are in this order.
   for rows, leaf in zip(gathered, leaves, strict=True):
     flat = jnp.swapaxes(rows, 0, 1).reshape(-1, leaf.width)
     # no more different rows than all workers send, or than there are
@@ -368,7 +370,7 @@ def _add_by_region(
 def _in_region(
   ordinals: jax.Array, region: jax.Array, size: int, capacity: int
 ) -> jax.Array:
-  """The indices into `ordinals`, i32[sent] of a worker, of those in a region: i32[capacity], ascending, then `sent`."""
+  """The slots, i32[capacity], of the i32[sent] `ordinals` of a worker that are in a region, ascending, then `sent`."""
   # ordinal o is in region o % P; P · sent or more is an empty slot
   is_sent = ordinals < size * ordinals.size
   inside = is_sent & (ordinals % size == region)
@@ -391,8 +393,7 @@ def _sum_rows(
     worker: jax.Array,
     sums: list[jax.Array],
   ) -> list[jax.Array]:
-    # The rows of one worker differ, so that their order does not matter; that of the
-    # workers does.
+    # A worker sends a row once, so only the order of workers matters for the bits.
     leaves = zip(sums, ordinals, rows, strict=True)
     return [
       sparse.add(total, slots[worker], sent[worker]) for total, slots, sent in leaves

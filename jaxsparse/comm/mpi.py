@@ -85,10 +85,10 @@ class MpiComm(CommView):
     pairs: list[tuple[int, int]],
   ) -> jax.Array:
     """Sends u32[words] along (source, destination) pairs of ranks; zeros if this rank is no destination."""
-    # Below, None stands for no destination, or no source, of this rank.
+    # `get` returns None if this rank sends nothing, or receives nothing.
     rank = self.communicator.Get_rank()
     sources = {destination: source for source, destination in pairs}
-    return _message(self, buffer, dict(pairs).get(rank), sources.get(rank))
+    return _send_jitted(self, buffer, dict(pairs).get(rank), sources.get(rank))
 
 
 def _send_message(
@@ -111,8 +111,9 @@ def _send_message(
   )
 
 
+# The name marks messages in a jaxpr: ranks have different partners in them.
 _send_message.__name__ = MESSAGE
-_message = jax.jit(_send_message, static_argnums=(0, 2, 3))
+_send_jitted = jax.jit(_send_message, static_argnums=(0, 2, 3))
 
 
 def _send_direct(
@@ -143,7 +144,7 @@ def _send_staged(
   to, origin = (null if end is None else end for end in (destination, source))
 
   def exchange(words: np.ndarray) -> np.ndarray:
-    # zeros where no message comes, as `permute` promises
+    # stays zero where this rank receives nothing, as `permute` promises
     received = np.zeros(buffer.shape, buffer.dtype)
     communicator.Sendrecv(
       np.ascontiguousarray(words), to, recvbuf=received, source=origin

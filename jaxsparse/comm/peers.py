@@ -11,7 +11,7 @@ from jaxsparse.comm.verbs import CommView
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
-# u32[m] words, their destination, and the source of others
+# words to send, u32[m]; their destination; the source of the words to receive
 Message = tuple[np.ndarray, int | None, int | None]
 Send = Callable[[Sequence[Message]], list[np.ndarray]]
 
@@ -24,17 +24,17 @@ class PeerComm(CommView):
   of the compiled program. So one program serves all groups of a size, and its results
   are bit-identical to those of the simulator.
 
-  What the workers of a round give is weighted already, with weights that sum to 1 or
-  less. So the update of a transform is the total, not the total / P, and residuals are
-  in the same unit in groups of any size.
+  A worker multiplies its values by its weight before a collective gets them, and
+  weights sum to 1 or less. So the mean is the total, not the total / P, and residuals
+  are in the same unit in groups of any size.
 
   Attributes:
-    workers: their number.
+    workers: number of workers.
     own_rank: i32[], the rank of this worker.
-    send: sends u32[m] words of each message to its destination, then returns those that
-      come from its source; either may be None, and without a source the result is
-      zeros. Called in the order of the program.
-    divisor: 1, of a total, for its mean.
+    send: sends the words, u32[m], of each message to its destination, then returns for
+      each message the words that its source has sent. A destination of None sends
+      nothing, a source of None receives zeros. Called in the order of the program.
+    divisor: 1: the mean is the total.
     stride, members: as in `js.comm.CommView`.
 
   Example:
@@ -67,9 +67,8 @@ class PeerComm(CommView):
     self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
   ) -> list[jax.Array]:
     """Sends each u32[m] buffer along its (source, destination) pairs; zeros where this worker is no destination."""
-    # All are sent before one is received, so that they take one delay.
-    # Of each buffer: the destination of each worker, and the source of each worker; a
-    # worker that sends or receives nothing has none.
+    # For each buffer: from a worker to its destination, and to its source.
+    # A worker that sends, or receives, nothing is no key.
     to = [dict(pairs) for pairs in moves]
     origin = [{end: start for start, end in pairs} for pairs in moves]
 
@@ -79,6 +78,7 @@ class PeerComm(CommView):
     ) -> list[np.ndarray]:
       own_rank = int(rank)
       moves_of_buffers = zip(buffers, to, origin, strict=True)
+      # One call sends all before it receives, so that all together take one delay.
       return self.send(
         [
           (np.asarray(words), destinations.get(own_rank), sources.get(own_rank))

@@ -71,12 +71,12 @@ def checked(
     axis: the axis, or tuple of axes, of the workers.
     results: for the error, the name of each result and the likely mistake where it
       would differ.
-    others: further axes that the program is mapped over; devices along them hold
-      copies.
-    rewrite: makes of the checked program the one that runs.
-    instead: `instead(error)` is traced where the trace of `function` ends with a
-      TypeError: the same program for a `tx` that does not take all arguments. It raises
-      where there is none, with what the user should change.
+    others: further axes that the program is mapped over; values are equal along them.
+    rewrite: from the jaxpr that was checked to the jaxpr that runs.
+    instead: called with the TypeError that a trace of `function` raises. It returns the
+      program to trace in place of `function`, for a `tx` that does not take all
+      arguments, or raises an error that says what the user should change. None: the
+      TypeError is raised.
 
   Raises:
     ValueError: when traced: if a transform is over other axes, or if a result that
@@ -93,7 +93,7 @@ def checked(
         raise
       closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
     axes_of_values = _AxesOfValues(axes, axes.union(others))
-    # Axes of a spec that the program is not mapped over only partition an array.
+    # Along other axes of a spec the compiler partitions an array: one value for all.
     varying = [
       axes_of_spec(spec) & axes_of_values.every
       for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
@@ -120,7 +120,7 @@ def checked(
 def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> None:
   """Raises ValueError if a transform inside `function`, the program of one worker, is over other axes than `axis`."""
   jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-  # Only the check of each mark counts, so inputs may as well be equal on all workers.
+  # `find_axes` raises for a mark over other axes, whatever the axes of the inputs are.
   axes = frozenset(names_of(axis))
   _AxesOfValues(axes, axes).find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
 
@@ -148,12 +148,13 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
   """Splits a checked program of one worker in two, where its totals are known.
 
   The second half computes the results that are equal on all workers, from the totals
-  and from inputs that are equal on all; so who gets the totals later can follow.
+  and from inputs that are equal on all workers. So a worker that was absent can repeat
+  it, once it has the totals.
 
   Args:
     closed: the program.
     varying: the axes that each of its inputs may vary over.
-    axis: of the workers.
+    axis: name of the axis, or axes, of the workers.
   """
   jaxpr = closed.jaxpr
   axes = frozenset(names_of(axis))
@@ -171,7 +172,8 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
     needed.update(atom for atom in equation.invars if isinstance(atom, core.Var))
   known = {*jaxpr.invars, *jaxpr.constvars}
   known.update(variable for equation in after for variable in equation.outvars)
-  # What the second half reads and does not compute: where values become equal.
+  # Values that the second half reads and does not compute: equal on all workers, from
+  # operands that are not.
   totals = [
     variable
     for equation in jaxpr.eqns
@@ -179,8 +181,10 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
     if variable in needed - known
   ]
   rest = [atom for atom in jaxpr.outvars if varies(atom)]
-  # The compiler drops the equations that only the results of the second half need.
+  # The first half keeps all equations: the compiler drops those whose results only the
+  # second half needs.
   first = jaxpr.replace(outvars=[*totals, *rest])
+  # Results of messages and callbacks vary, so no equation of `after` has an effect.
   second = jaxpr.replace(
     invars=[*totals, *jaxpr.invars],
     outvars=results,
@@ -196,9 +200,9 @@ class _AxesOfValues:
   """Computes the axes that each value of a jaxpr may vary over.
 
   Args:
-    axes: those of the workers, which all marks must have.
-    every: all axes that the program is mapped over. It may be partitioned along others,
-      whose devices together compute one value, and map a part of itself over them.
+    axes: the axes of the workers, which all marks must have.
+    every: all axes that the program is mapped over. Along other axes of the mesh the
+      compiler partitions the program; a shard_map inside it may map a part over them.
   """
 
   def __init__(self, axes: Axes, every: Axes):
@@ -237,13 +241,14 @@ class _AxesOfValues:
     """The axes that each result of an equation may vary over, from those of its operands."""
     name = equation.primitive.name
     params = equation.params
-    # Loops and branches: axes depend on iterations and on the index of the branch.
+    # Axes of loops and branches depend on iterations and on the index of the branch.
     if name in self._loops:
       return self._loops[name](params, inputs)
     body = next(
       inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None
     )
-    # A call, as jit, whose body has its operands: the axes of each result by itself.
+    # A call, such as jit, whose body has the same operands and results: the body tells
+    # the axes of each result. Axes that only an inner shard_map maps over end with it.
     if (
       body is not None
       and len(body.invars) == len(inputs)
@@ -256,8 +261,7 @@ class _AxesOfValues:
     if equation.primitive is total_p:
       if params["axes"] not in (None, self.axes):
         raise other_axes_error(params["axes"], self.axes)
-      # A comm that names no axis, as that of MPI, has one program for each worker:
-      # nothing varies.
+      # None: the comm does not name its axes, and the value is equal on all workers.
       varies = varies - self.axes if params["axes"] else frozenset()
     elif name in _PSUMS:
       varies = (
@@ -266,6 +270,7 @@ class _AxesOfValues:
         if params.get("axis_index_groups") is None
         else varies
       )
+    # A worker's results depend on its place along these axes.
     elif name in _SENDS or name == "axis_index":
       varies = varies | _axis_names(params)
     elif equation.effects or "callback" in name:
@@ -296,7 +301,8 @@ class _AxesOfValues:
     step = lambda carry: self.find_axes(
       params["jaxpr"].jaxpr, [*consts, *carry, *scanned]
     )
-    # Once more with all axes that the carry may have, for what each step stacks.
+    # First the axes of the carry after any number of steps. One more step from these
+    # also gives the axes of the stacked results.
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:

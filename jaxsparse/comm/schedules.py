@@ -29,7 +29,7 @@ def strides(size: int) -> tuple[int, ...]:
 
 
 def team_size(size: int, teams: int) -> int:
-  """Number of workers in each of `teams` equal teams; a ValueError names the divisors of `size` if there are none.
+  """Number of workers in each of `teams` equal teams; a ValueError names the divisors of `size` if it is not divisible.
 
   Example:
     >>> team_size(6, teams=2)
@@ -65,7 +65,7 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
   if outside := [pair for pair in pairs if min(pair) < 0 or max(pair) >= size]:
     raise ValueError(f"route {outside[0]}: workers are numbered 0 … {size - 1}")
-  # two rows, of sources and of destinations; none without pairs
+  # two rows, sources and destinations; no row if there are no pairs, hence not strict
   ends_of_pairs = zip(*pairs, strict=True)
   for verb, ends in zip(("sends", "receives"), ends_of_pairs, strict=False):
     worker, times = collections.Counter(ends).most_common(1)[0]
@@ -79,12 +79,14 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
 def tree_rounds(size: int) -> tuple[Pairs, ...]:
   """The rounds of a binomial tree that reduces to worker 0, as (child, parent) pairs, for any number of workers.
 
+  In the rounds of strides 1, 2, 4, … worker parent + stride sends to its parent.
+
   Example:
     >>> tree_rounds(6)
     (((1, 0), (3, 2), (5, 4)), ((2, 0),), ((4, 0),))
   """
   return tuple(
-    # a parent with no child in reach has no pair
+    # the range ends at size − stride: a parent has no pair if its child does not exist
     tuple((parent + stride, parent) for parent in range(0, size - stride, 2 * stride))
     for stride in reversed(strides(size))
   )
@@ -104,8 +106,9 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries. One entry counts as `Cost.agreements`, without words. Fewer
-      than P cannot be scattered; their words are counted once, as A2SGD's paper does.
+    n: number of entries. Messages of one entry count as `Cost.agreements`, without
+      words. Fewer entries than P cannot be scattered: their words count once, as in
+      A2SGD's paper.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -134,7 +137,7 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
 
 
 def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-  """An all-reduce over the other verbs that adds in rank order, for engines without one.
+  """An all-reduce by the other verbs of a comm, in rank order, for engines without an all-reduce of their own.
 
   With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉
   messages. Otherwise each worker combines one of P blocks, after P − 1 messages, and
@@ -144,7 +147,7 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   padded = jnp.pad(x.reshape(-1), (0, -x.size % comm.size))
   blocks = padded.reshape(comm.size, -1)
-  # Row w of the received blocks is that of worker w, in rank order.
+  # Row w that this worker receives is worker w's part of block `comm.rank`.
   block_sum = combine_rows(comm.all_to_all(blocks), op)
   total = in_rank_order(comm, all_gather(comm, block_sum))
   return total.reshape(-1)[: x.size].reshape(x.shape)
@@ -174,7 +177,7 @@ def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
   exact = combine_rows(comm.all_to_all(blocks).astype(jnp.float32), "sum")
   rounded = exact.astype(jnp.bfloat16)
   total = in_rank_order(comm, all_gather(comm, rounded)).astype(jnp.float32)
-  # what the owner rounded off its block stays with it
+  # The worker that sums a block keeps its rounding error, in the same block of `share`.
   error = rounded.astype(jnp.float32) - exact
   share = blocks.astype(jnp.float32).at[comm.rank].add(error)
   return total.reshape(-1)[: x.size], share.reshape(-1)[: x.size]
@@ -210,7 +213,7 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
   leaves, structure = jax.tree.flatten(tree)
   rows = [leaf[None] for leaf in leaves]
   for stride in reversed(strides(comm.size)):
-    # The last round sends only the rows that the other worker lacks.
+    # The last round sends only the rows that the receiver does not have.
     missing = min(stride, comm.size - stride)
     received = comm.shift([x[:missing] for x in rows], -stride)
     rows = [jnp.concatenate(pair) for pair in zip(rows, received, strict=True)]

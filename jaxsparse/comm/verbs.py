@@ -30,7 +30,8 @@ def _identity(name: str) -> core.Primitive:
   """A primitive that returns its operand and that every transformation of JAX keeps."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
-  # The result has the type of the operand, except for the axes that it varies over.
+  # The result has the type of the operand, but is equal along the `axes` that `bind`
+  # gets, if any.
   primitive.def_abstract_eval(_compat.equal_along)
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
@@ -150,7 +151,7 @@ class CommView:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    # Teams are of neighbours; the members of one position are a team's length apart.
+    # A team is `length` neighbours; those of one rank in all teams are `length` apart.
     length = schedules.team_size(self.size, teams)
     member = dataclasses.replace(self, stride=self.stride * length, members=teams)
     return dataclasses.replace(self, members=length), member
@@ -168,7 +169,7 @@ class CommView:
     ]
 
   def _views(self) -> list[range]:
-    """The engine's numbers of the workers of each of the views of this size and stride, which tile the engine."""
+    """For each view of this size and stride, the engine's numbers of its workers; these views tile the engine."""
     # Each `span` consecutive workers of the engine form `stride` interleaved views.
     span, engine = self.stride * self.size, self._engine_size()
     starts = (
@@ -179,10 +180,11 @@ class CommView:
     return [range(start, start + span, self.stride) for start in starts]
 
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
-    """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
+    """`all_to_all` of u32[P, words]: message b goes to worker rank + b, for b = 1 … P − 1."""
     workers = iota(self.size)
     # the home frame: row b is for worker rank + b, row 0 for this worker
     own_row, *others = buffer[(self.rank + workers) % self.size]
+    # pairs of each message, in numbers of the view; `_moves` makes them the engine's
     rings = [schedules.ring(self.size, by) for by in range(1, self.size)]
     received = self._ppermutes(others, list(map(self._moves, rings)))
     # The row of worker rank − b is row P − b of the home frame.
@@ -247,7 +249,7 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
 
 
 def comm_of(axis: _compat.AxisName | Comm) -> Comm:
-  """`axis` if it is a comm, else the comm of the workers along the shard_map axis, or axes, of this name.
+  """`axis` if it is a comm, else the comm of the workers along the shard_map axis or axes with this name.
 
   Raises:
     TypeError: if `axis` is neither.
@@ -275,10 +277,11 @@ def number_of_each(comm: Comm, local: jax.Array) -> jax.Array:
     >>> number_of_each(SoloComm(3), jnp.int32(7))
     Array([7, 7, 7], dtype=int32)
   """
-  # P times a vector with one number at rank 0 would be zero at all other ranks
+  # `SoloComm`, of rank 0, takes all workers to have its arrays. Its sum, P times the
+  # rows below, would be 0 for all other ranks; its "max" returns `local`.
   if isinstance(comm, SoloComm):
     return jnp.broadcast_to(comm.all_reduce(local, "max"), (comm.size, *local.shape))
-  # One row is not 0 at each worker, so that the sum is a gather.
+  # Each worker sets only the row of its rank, so that the sum is a gather.
   rows = jnp.zeros((comm.size, *local.shape), jnp.int32)
   return comm.all_reduce(rows.at[comm.rank].set(local))
 
@@ -363,9 +366,10 @@ class SimComm(AxisComm):
     gathered = jax.lax.all_gather(x, self.axis)  # one array for all workers under vmap
     if self.size == self._engine_size():
       return mark_total(schedules.combine_rows(gathered, op), self.axes)
-    # All views are reduced at once. For the rows of its view alone, each worker would
-    # have an array of its own. Worker (span · size + member) · stride + offset of the
-    # engine is a member of view (span, offset).
+    # All workers share one array, the totals of all views, and take the total of their
+    # view from it; the rows of the own view alone would be an array for each worker.
+    # Worker (span · size + member) · stride + offset of the engine is views[span,
+    # member, offset].
     views = gathered.reshape(-1, self.size, self.stride, *x.shape)
     totals = schedules.combine_rows(jnp.moveaxis(views, 1, 0), op)
     return totals[
@@ -382,7 +386,7 @@ class SimComm(AxisComm):
     every = set(range(size))
     sources = sorted(every - {source for source, _ in pairs})
     destinations = sorted(every - {destination for _, destination in pairs})
-    # Workers that send nothing send to those that receive nothing.
+    # Each worker without a destination gets one among the workers without a source.
     idle = zip(sources, destinations, strict=True)
     received = jax.lax.ppermute(buffer, self.axis, [*pairs, *idle])
     if not sources:

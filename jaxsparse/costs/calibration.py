@@ -101,7 +101,7 @@ class Algorithm:
 class Profile:
   """Measurements of a machine and its network, by `fit` for `advise`.
 
-  `Profile.of` has those of a GPU, to which you give your link.
+  `Profile.of` makes one from measurements of a GPU and a link that you give.
 
   Attributes:
     workers: number of workers P.
@@ -111,8 +111,8 @@ class Profile:
       contention, 2 a shared link.
     reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce;
       0 if they were not measured, and then α counts.
-    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce; or
-      0, and then β counts.
+    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce; 0 if
+      they were not measured, and then β counts.
     entries: n of the gradients whose arithmetic was timed.
     algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds
       per entry, `fill` the words that it sends / the predicted ones.
@@ -166,15 +166,16 @@ class Profile:
     workers: int,
     devices: int = 1,
   ) -> Self:
-    """The arithmetic that was measured on a GPU, over a link that was not.
+    """A profile of a GPU's measured arithmetic and of a `link` that was not measured.
 
-    On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in
-    a queue, and each collective at a density of 0.01.
+    Measured on one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8
+    workers, dispatched without waiting in between, each collective at a density of
+    0.01.
 
     Args:
       machine: "h100".
-      link: of a device of a worker: α and β of a message. The platform's all-reduce is
-        taken to be as good.
+      link: α, β and γ of the messages of one device. They count for the platform's
+        all-reduce, too.
       workers: number of workers P.
       devices: number of devices of a worker, S. If they share a link of b bytes a
         second, β is S/b.
@@ -225,23 +226,24 @@ def fit(
 ) -> Profile:
   """Measures α, β, γ, the platform's all-reduce, and the arithmetic of every algorithm, on all workers at once.
 
-  Takes a minute or two, most of it compilation, and at most about `seconds`:
-  measurements are repeated as often as their share of what is left allows, at least
-  once, and an algorithm whose turn comes after that time is left out of the profile,
-  with a warning. In a run of several processes every process must call.
+  Takes a minute or two, most of it compilation, and at most about `seconds`. Each
+  algorithm gets an equal part of the time that is left, and at least one repetition;
+  those that are not begun in time are left out of the profile, with a warning. In a run
+  of several processes every process must call.
 
-  α is that of messages in a row. Workers that share cores also wait for each other
-  wherever they compute between messages, which no prediction includes: on four CPU
-  devices and two cores chunked SparDL of 196,864 entries takes at least 0.5 ms more.
+  α is measured with messages one after the other. Workers that share cores also wait
+  for each other wherever they compute between messages, which no prediction includes:
+  on four CPU devices and two cores chunked SparDL of 196,864 entries takes at least
+  0.5 ms more.
 
   Args:
     mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links
       are measured too.
     axis: of the mesh.
     n: number of gradient entries whose arithmetic is timed, and words of the longest
-      message. Between few entries and n arithmetic is a line, beyond n it goes on; in
-      truth caches bend it: choose an n close to that of your model. Or the parameters,
-      as for `js.costs.count`.
+      message; or the parameters, as for `js.costs.count`. Arithmetic is taken as linear
+      in the entries, from few entries and n. Caches make it nonlinear: choose an n
+      close to that of your model.
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average
       gradients, and SparDL with every number of teams. Those whose words depend on the
@@ -249,14 +251,14 @@ def fit(
     repetitions: of each measurement; more where these take less than 0.1 s together,
       fewer where they take long. Of messages the median counts, of arithmetic the
       fastest.
-    seconds: after which no further algorithm is begun, so that the call takes as much
-      longer as one of them does; math.inf for all of them.
-    progress: called with a line of text for each algorithm that is measured, `print`
-      for instance, in one process.
+    seconds: no further algorithm is begun after this time, but the last one may take
+      longer; math.inf measures all.
+    progress: called in process 0 with a line of text for each algorithm that is
+      measured, `print` for instance.
 
   Raises:
     ValueError: for one worker, which sends nothing, an algorithm that does not fit the
-      number of workers, or one that is no label, as an instance of a collective.
+      number of workers, or an algorithm that no label names.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -285,7 +287,8 @@ def fit(
   meter = _Meter(engine, axis, n, repetitions)
   links = meter.measure_links()  # (α, β, γ)
   reduce = meter.measure_all_reduce()  # (α, β)
-  inside = (0.0, 0.0)  # (α, β) between the devices of a worker
+  # (α, β) between the devices of a worker, measured as if each were a worker
+  inside = (0.0, 0.0)
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
     inside = _Meter(
@@ -305,17 +308,17 @@ def _measure_algorithms(
   seconds_left: Callable[[], float],
   progress: Callable[[str], object] | None,
 ) -> dict[str, Algorithm]:
-  """The measurements of each collective, by its label, of as many as there is time for, but at least one.
+  """Measures each collective while `seconds_left` is above 0, the first one always; returns the results by label.
 
   Args:
     meter: the workers and n.
     collectives: by label, in the order in which they are measured.
     reduce_beta: seconds per byte of the platform's all-reduce in float32.
-    seconds_left: how much is left of the time of `fit`, the same on all processes;
-      every process must call it, since they exchange their clocks.
+    seconds_left: the seconds that `fit` has left, the same on all processes; every
+      process must call it, since they exchange their clocks.
     progress: called with a line of text for each collective; None calls nothing.
   """
-  # The gradients of all workers, f32[n] each, made once for all collectives.
+  # Gradients of all workers from seed 0, f32[n] each, made once for all collectives.
   grads = timing.gradients(meter.engine, meter.n)(0)
   measured = dict[str, Algorithm]()
   left = seconds_left()
@@ -329,7 +332,7 @@ def _measure_algorithms(
         stacklevel=3,
       )
       break
-    # Each of those that are left gets an equal part of the time.
+    # Each collective still to be measured gets an equal part of the time left.
     measured[label] = meter.measure_algorithm(
       label, collective, grads, reduce_beta, left / len(missing)
     )
@@ -342,6 +345,7 @@ def _measure_algorithms(
 
 def _check_numbers(measured: Any) -> None:
   """Raises ValueError for a number of a `Profile` or `Algorithm` that is negative, infinite or NaN."""
+  # `algorithms`, the field without a number, has values that check themselves.
   for field in dataclasses.fields(measured):
     value = getattr(measured, field.name)
     if field.name != "algorithms" and not 0 <= value < math.inf:
@@ -361,17 +365,17 @@ def candidates(
   densities: Sequence[float],
   n: Entries = 1,
 ) -> list[str]:
-  """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
+  """Labels of all algorithms that average gradients, recommended ones first, at each density; SparDL with all teams.
 
   A2SGD is not among them: its workers apply different totals, which is not an average
-  of gradients. Nor is PowerSGD where n is a number, for its words depend on the shapes
+  of gradients. Nor is PowerSGD if n is a number, since its words depend on the shapes
   of leaves.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  # Totals that differ between workers are no average.
+  # `replicates`: all workers get the same total, else it is no average.
   fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
   recommended = [*filter(fits, _RECOMMENDED), *_VARIANTS]
   averaging = [
@@ -402,8 +406,9 @@ def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[st
 
 
 def _label_of(algorithm: Any) -> str:
-  """The label from which `advise` makes an algorithm again: a label itself, or that of a collective of the library."""
-  # A string has no `name`. An instance is accepted if its label makes an equal one.
+  """The label of an algorithm: a label itself, or that of an instance of one of the library's collectives."""
+  # A string has no `name`. `advise` makes the instance from its label again: if the
+  # result differs, the instance is refused.
   is_known = getattr(algorithm, "name", None) in collective_names()
   if is_known and make_collective(algorithm.label) == algorithm:
     return algorithm.label
@@ -441,11 +446,12 @@ class _Meter:
     """(α, β, γ) of messages from each worker to its successor."""
     # All workers send at once, as in a round of an update.
     send = lambda comm, x: comm.shift(x, 1)
-    # 4 words are so few that the latency α is all that their message takes.
+    # A message of 4 words takes the latency α alone. `seconds` is the time of a message
+    # of many `words`, and `beyond` that time without α.
     alpha, words, seconds, beyond = self._measure_line(send, 4)
     # Two messages that overlap, for γ; they differ, else XLA may send one for both.
     both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
-    # A word has 4 bytes. γ: seconds of two long messages at once / those of one alone.
+    # A word has 4 bytes. γ: seconds of two long messages at once / seconds of one.
     return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
   def measure_all_reduce(
@@ -459,7 +465,8 @@ class _Meter:
       lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers
     )
     cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
-    # One all-reduce is 2⌈log₂P⌉ messages in a row; `beyond`: the seconds of its bytes.
+    # The short all-reduce took 2⌈log₂P⌉ messages in a row; `beyond` is the seconds of a
+    # long one without their latency.
     return latency / cost.messages, beyond / cost.bytes
 
   def measure_algorithm(
@@ -474,7 +481,7 @@ class _Meter:
 
     Args:
       label: the name and options of the algorithm.
-      collective: the same, for gradients of n entries.
+      collective: the collective of `label`, for gradients of n entries.
       grads: the gradients of all workers, f32[n] each.
       reduce_beta: seconds per byte of the platform's all-reduce in float32.
       budget: seconds for repetitions.
@@ -488,14 +495,16 @@ class _Meter:
       if reduces and "dtype" in options
       else 1.0
     )
+    # `_measure_alone`: seconds of an update that sends no messages
     seconds = self._measure_alone(collective, grads, budget)
-    # With n as small as the few entries below, arithmetic and overhead look the same.
+    # If n is as small as the gradients below, overhead counts as arithmetic.
     overhead = 0.0
     if self.n > _SMALL_SIDE**2:
-      # An update of few entries takes the time of its calls and kernels.
+      # An update of few entries, here from seed 0, mostly takes the time to start its
+      # operations; the arithmetic of so few is neglected.
       few = timing.gradients(self.engine, _SMALL_SIDE**2)(0)
       overhead = self._measure_alone(self._resized(label), few, budget)
-    # Clocks are inexact, and arithmetic is not below 0.
+    # Clocks are inexact: this keeps arithmetic from falling below 0.
     overhead = min(overhead, seconds)
     fill = self._measure_fill(make_collective(label))
     arithmetic = (seconds - overhead) / self.n
@@ -504,31 +513,33 @@ class _Meter:
   def _measure_alone(
     self, collective: Collective, grads: jax.Array, budget: float
   ) -> float:
-    """Seconds of an update without its messages, within half of `budget`: one of n and one of few entries share it."""
+    """Seconds of an update without its messages, within half of `budget`: the large and the small update share it."""
     times, _ = timing.alone(
       self.engine, self._watch, collective, grads, self._repetitions, budget / 2
     )
-    # What else runs on the cores only adds to a time, and to some algorithms' more.
+    # Other load on the cores only adds to a time: the fastest call is the least wrong.
     return min(times)
 
   def _resized(self, label: str) -> Collective:
-    """The collective of a label for the gradients that `overhead` is measured with."""
+    """The collective of a label for the few entries that `overhead` is measured with, a square matrix."""
     name, options = collective_of(label)
-    # k is a number of entries, of which these gradients have few.
+    # k must not be more than the number of entries.
     if "k" in options:
       options = options | {"k": min(options["k"], _SMALL_SIDE**2)}
+    # Shapes, not a number of entries, since PowerSGD needs them.
     matrix = jax.ShapeDtypeStruct((_SMALL_SIDE, _SMALL_SIDE), jnp.float32)
     return make_sized(name, matrix, self.engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
-    # Where words depend on the shapes of leaves, the formula counts: of sizes that
-    # alternate from step to step it has the larger.
+    # If words depend on the shapes of leaves, the formula counts as exact; it has the
+    # larger of sizes that alternate from step to step.
     if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
     update = timing.Update(self.engine, collective, self.engine.comm, _FILL_ENTRIES)
     make = timing.gradients(self.engine, _FILL_ENTRIES)
-    # The second step counts: the first computes thresholds and regions, and may differ.
+    # The words of step 2 count: step 1 computes thresholds and regions, and may send
+    # other words. Each step donates its gradients, so those of seed 0 are made anew.
     for _ in range(2):
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)
@@ -537,10 +548,10 @@ class _Meter:
   def _measure_line(
     self, send: Callable[[Comm, jax.Array], jax.Array], short: int
   ) -> tuple[float, int, float, float]:
-    """Times messages of few and of many words, of which latency and bandwidth follow.
+    """Times a short and a long message, which give latency and bandwidth.
 
     Args:
-      send: the message of one worker: (comm, f32[words]) -> an array of as many.
+      send: sends one worker's message: (comm, f32[words]) -> an array of as many words.
       short: words of the short message.
 
     Returns:
@@ -549,7 +560,7 @@ class _Meter:
     """
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
-      # Workers have different values: a sum of equal ones XLA would turn into a
+      # Workers have different values: XLA would compute a sum of equal values by a
       # multiplication, without a message.
       own_values = x + comm.rank.astype(x.dtype)
       total = own_values
@@ -561,12 +572,13 @@ class _Meter:
     latency = self._measure_seconds(chain, short) / _CHAIN_LENGTH
     words = 2**14
     limit = max(self.n, _MIN_LIMIT)
-    # A message that takes `_LONG` seconds is long enough to measure β.
+    # The message grows until it takes `_LONG` seconds, enough to measure β, or has
+    # `limit` words.
     while (seconds := self._measure_seconds(send, words)) < _LONG and words < limit:
-      # On a slow network the next size is the one that should take `_LONG`: four times
-      # as many could take minutes.
+      # The next size is 4 times as large. On a slow network that could take minutes:
+      # there the size aims at `_LONG` seconds, but is at least doubled.
       words = min(limit, words * 4, max(2 * words, round(words * _LONG / seconds)))
-    # Clocks are inexact: the seconds of the words stay above 0.
+    # Clocks are inexact: the maximum keeps β above 0.
     return (
       latency,
       words,
@@ -577,7 +589,7 @@ class _Meter:
   def _measure_seconds(
     self, function: Callable[[Comm, jax.Array], Any], words: int
   ) -> float:
-    """Median seconds of `function(comm, f32[words])` at all workers, of few runs where each takes long."""
+    """Median seconds of calls of `function(comm, f32[words])` on all workers, of fewer calls if they are slow."""
     split = PartitionSpec(self._axis)
     # A worker has one row, [1, words], of the array of all workers.
     program = self.engine.jit(
@@ -585,7 +597,7 @@ class _Meter:
     )
     row = self.engine.spread(np.arange(words, dtype=np.float32))
     time_once = lambda: self._watch.time(program, row)[0]
-    # The first call compiles: it counts only if the median of the others is longer.
+    # The first call also compiles: it counts only if the others' median is even longer.
     first = time_once()
     times = timing.repeat(time_once, self._repetitions, budget=4 * _LONG)
     return min(first, statistics.median(times))

@@ -48,11 +48,11 @@ def count(
     name: one of `js.collective_names()`, or a collective of your own.
     n: number of gradient entries; or the parameters, a pytree of arrays or of
       `jax.ShapeDtypeStruct`, for a collective whose words depend on the shapes of
-      leaves. A device then has rows of each leaf.
+      leaves. The devices of a worker then divide each leaf.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉
-      entries to other workers, and the cost is that of one device; `count_inside` has
-      its messages to the other devices of its worker.
+      entries to other workers, and the cost is that of one device; `count_inside`
+      counts its messages to the other devices of its worker.
     **config: the options of the collective.
 
   Raises:
@@ -102,9 +102,9 @@ def count_update(
 ) -> Cost:
   """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
 
-  For local steps (`js.local_steps`) it is the cost of an exchange, for fragments
-  (`js.streaming_diloco`) the cost of the exchanges of all of them. `Cost.words_per_step`
-  divides it among the steps.
+  For local steps (`js.local_steps`) it is the cost of one exchange, for fragments
+  (`js.streaming_diloco`) the cost of the exchanges of all fragments.
+  `Cost.words_per_step` divides the words among the steps.
 
   Args:
     tx: any optax chain with jaxsparse transforms over `axis`.
@@ -139,8 +139,8 @@ def count_update(
       jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers
     )
 
-  # With fragments a step exchanges one of them, and a synchronization all. With
-  # `every=1` a step exchanges, and a synchronization nothing: the larger cost counts.
+  # With fragments a step exchanges one of them, and `synchronize=True` all. With
+  # `every=1` a step exchanges, and `synchronize=True` nothing. The larger cost counts.
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
@@ -155,9 +155,9 @@ def lacks_shapes(label: str, n: Entries) -> bool:
 def count_inside(params: Entries, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
-  After the exchange between workers it gathers the leaves that are replicated inside,
-  of which each device has 1/S, and the devices agree on one number, whether the step is
-  skipped. Sharded leaves cost nothing.
+  After the exchange between workers each device has 1/S of each leaf. The devices
+  gather the leaves that are replicated inside the worker, and agree on one number,
+  whether the step is skipped. Sharded leaves cost nothing.
 
   Args:
     params: the parameters with their shardings, or their number, for sharded ones.
@@ -168,7 +168,8 @@ def count_inside(params: Entries, *, devices: int) -> Cost:
     Cost(messages=3, words=875, agreements=6)
   """
   check_whole("count_inside", 1, devices=devices)
-  received = 0  # entries, of a word each, beyond a device's own part
+  # Entries, of a word each, that a device gathers; it sends as many.
+  received = 0
   # A number of entries tells no shardings: nothing counts as gathered.
   for leaf in [] if isinstance(params, numbers.Integral) else jax.tree.leaves(params):
     sharding = getattr(leaf, "sharding", None)
@@ -176,9 +177,9 @@ def count_inside(params: Entries, *, devices: int) -> Cost:
     held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     # What a device holds beyond its own part came from the others.
     own = -(-math.prod(leaf.shape) // devices)
-    # A leaf may be divided among more devices than these.
+    # 0 for a leaf that is sharded over more devices than these.
     received += max(0, math.prod(held) - own)
-  # ⌈log₂ S⌉ rounds.
+  # An all-gather of ⌈log₂ S⌉ rounds.
   messages = (devices - 1).bit_length() if received else 0
   return Cost(messages, received, agreements=agreement_messages(devices))
 
@@ -243,7 +244,11 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
-  """Cost of one equation with the jaxprs inside it (`branch` as for `count_jaxpr`); zeros where it sends nothing."""
+  """Cost of one equation with the jaxprs inside it; zeros where it sends nothing.
+
+  `branch` says which branch of a `cond` counts: that with the "most" or the "least"
+  words; "every" adds up all branches, and counts the body of a loop once.
+  """
   primitive = equation.primitive.name
   params = equation.params
   # Costs of bodies of loops, of branches and of functions, each of one run.
@@ -263,8 +268,9 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     size = len(groups[0]) if groups else workers
     return _sum(_all_reduced(aval, size) for aval in operands)
   if primitive == "cond" and branch != "every":
-    # Costs are compared by words first: these are the bulk of the time. The sign turns
-    # the minimum into a maximum, but not for agreements, of which the fewest count.
+    # Words take most of the time, so they decide, then messages; the sign turns the
+    # minimum into a maximum. Of equal branches the one with the fewest agreements
+    # counts: those with more compute exact thresholds, which few steps do.
     sign = 1 if branch == "least" else -1
     key = lambda cost: (sign * cost.words, sign * cost.messages, cost.agreements)
     return min(inner, key=key)
@@ -318,7 +324,7 @@ def count_entries(n: Entries) -> int:
 def make_sized(
   name: str | Collective, n: Entries, workers: int, devices: int = 1, **config: Any
 ) -> tuple[Collective, int]:
-  """The collective for what each of S devices has of n entries or parameters, and its number of entries.
+  """The collective for one of the S devices of a worker, and the number of entries of that device.
 
   Args:
     name: a name, label or collective, as for `count`.
@@ -329,11 +335,11 @@ def make_sized(
     **config: the options of the collective.
 
   Returns:
-    (collective, entries): for one device, with k and the shapes of leaves divided by S;
-    entries are those of a device, rounded up.
+    (collective, entries): the collective with k and the shapes of leaves divided by S;
+    and the entries of one device, rounded up.
 
   Raises:
-    ValueError: for sizes below 1, or a number n where it needs shapes.
+    ValueError: for sizes below 1, or a number n if the collective needs shapes.
 
   Example:
     >>> collective, entries = make_sized("powersgd", {"w": jnp.zeros((8, 6))}, workers=2, devices=2)

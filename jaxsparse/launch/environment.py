@@ -41,13 +41,14 @@ def read_launched() -> list[RankCount] | None:
 
 
 def read_mpi() -> list[RankCount] | None:
-  """What a launcher of MPI states.
+  """What a launcher of MPI states; None where none has started this process, or where Slurm counts.
 
-  mpirun may start its ranks by srun, and is the inner one, but an mpirun of one rank,
-  such as a shell, comes after an srun of several. Variables of PMI and PMIx that agree
-  with those of a step are Slurm's own.
+  mpirun may start its ranks by srun: mpirun counts. But an mpirun of one rank, such as
+  a shell, does not count where srun states several tasks. srun sets variables of PMI
+  and PMIx, too: if they agree with its number of tasks, they are not MPI's.
   """
-  # by this library's launcher, which starts mpirun with `--engine=mpi`
+  # The number of ranks of this library's launcher, which starts mpirun with
+  # `--engine=mpi`.
   launched = read(guard.RANK, guard.RANKS)
   slurm = _read_step()
   mpi = [
@@ -88,7 +89,7 @@ def _read_step() -> list[RankCount]:
 
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
-  """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them.
+  """Raises RuntimeError unless COMM_WORLD has the stated number of ranks: it has 1 if another MPI started this rank.
 
   Args:
     who: the call that checks, which begins the message.
@@ -113,18 +114,18 @@ def name_mpi(mpi: Any) -> str:
 def check(
   who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str
 ) -> None:
-  """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`.
+  """Raises RuntimeError with the variable, both numbers and the advice unless each of `counts` allows `ranks`.
 
   Args:
     who: the call that checks, which begins the message.
     counts: the numbers of ranks that variables state.
     ranks: the number that is compared with them.
-    counted: who counts `ranks`, and a verb.
+    counted: the words before `ranks` in the message, such as "COMM_WORLD has size".
     advice: ends the message.
   """
   for count in counts:
     if not count.allows(ranks):
-      # With one variable alone there is none to unset.
+      # Of several variables, one may be left over from another launcher.
       unset = (
         f"Unset {count.variable} if its launcher did not start this process. "
         if len(counts) > 1
@@ -149,7 +150,7 @@ def read(rank: str, size: str) -> list[RankCount]:
         raise ValueError(
           f"{name}={value!r} is not a number, as launchers set it for each rank: unset it"
         )
-      # Rank r tells of at least r + 1 ranks.
+      # If this rank is r, there are at least r + 1 ranks.
       return [RankCount(name, int(value) + (not exact), exact)]
   return []
 

@@ -98,7 +98,7 @@ def shorten(text: str) -> str:
 
 
 def memory_of(folder: str) -> str:
-  """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die.
+  """The folder in /dev/shm for the files of MPI, removed with this folder of records: ranks that die leave files there.
 
   Example:
     >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # the folder of a launcher in a rank of another one
@@ -148,7 +148,7 @@ def _main() -> None:
   relay.start()
   status = _wait(process.pid, is_rank)
   relay.join(_DRAIN)
-  # None: the guard was told to end.
+  # None: a signal told the guard to end, and the rank has not ended by itself.
   if is_rank and status is not None:
     record(ended=time.monotonic(), status=status, line=last[0], stopped=math.inf)
   # mpirun itself ends its ranks, and then removes their files.
@@ -161,7 +161,7 @@ def _main() -> None:
     for left in (
       folder,
       memory_of(folder),
-    ):  # both folders of a launcher that was killed
+    ):
       shutil.rmtree(left, ignore_errors=True)
   os._exit(
     128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status
@@ -198,7 +198,7 @@ def _wait(child: int, is_rank: bool) -> int | None:
   Where the child is a rank, it records when it was stopped and continued.
   """
   while True:
-    # whether the guard is told to end
+    # whether a signal tells the guard to end
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
     # (0, 0): no further change; signals of several children may come as one
     while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
@@ -206,8 +206,8 @@ def _wait(child: int, is_rank: bool) -> int | None:
       if pid != child:
         continue  # an orphan that the guard has adopted
       if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-        # mpirun signals the rank as well as its guard: a rank that a signal ended then
-        # was told to end.
+        # mpirun signals the rank and its guard: if such a signal is pending (all but
+        # SIGCHLD), a rank that a signal ended was told to end.
         told = told or bool(signal.sigpending() & {*_SIGNALS[1:]})
         return (
           None if told and os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
@@ -221,17 +221,20 @@ def _wait(child: int, is_rank: bool) -> int | None:
 def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
   """`lines` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
 
-  Threads of a process write such lines at once, one a device, so pieces of several
-  alternate, and a line may hold nothing but the numbers with which others end.
+  Each device has a thread that writes such a line, so pieces of several lines may be
+  mixed: a line then has several beginnings, and later lines have only the numbers with
+  which the others end.
   """
-  unfinished = 0  # lines of gloo whose ends are still to come, as lines of numbers
-  before = ""  # what a line had beside pieces of gloo; its end is the next line
+  unfinished = 0  # lines of gloo that have begun, and end as later lines of numbers
+  # Other output before a piece of gloo. The piece goes with its newline, so the next
+  # line continues this output.
+  before = ""
   for line in lines:
     kept = _GLOO_OUTPUT.sub("", line)
     if kept == line and (not unfinished or line.strip("0123456789\n")):
       yield before + line
       before = ""
-    else:
+    else:  # the line ends a line of gloo, and may begin others
       before += kept if kept != line else ""
       unfinished = max(0, unfinished + line.count("[Gloo]") - 1)
   if before:
@@ -248,8 +251,8 @@ def _relay(source: int, last: collections.deque[str]) -> None:
     last: receives the last line that is not blank.
   """
   prefix = f"[rank {rank()}] " if os.environ.get(PREFIX) else ""
-  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run lock
-  # this file to write one after the other.
+  # A pipe takes a line of more than 4,096 bytes in pieces. So that lines of ranks do
+  # not mix, the guards of a run lock this file while they write.
   folder = os.environ.get(RECORDS, "")
   turn_file = os.path.join(folder, "turn") if os.path.isdir(folder) else os.devnull
   turn = open(turn_file, "w")  # noqa: SIM115

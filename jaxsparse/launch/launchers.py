@@ -60,8 +60,8 @@ def find() -> tuple[Launcher, list[RankCount]] | None:
   """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
   # innermost first
   for launcher in LAUNCHERS:
-    # RANK and WORLD_SIZE are also counted, to be compared; but around an inner launcher
-    # they may be those of an outer run.
+    # RANK and WORLD_SIZE are added, to be compared with the launcher's numbers; around
+    # an inner launcher they may belong to an outer run.
     if (counts := launcher.read()) is not None:
       return launcher, counts if launcher.is_inner else list(
         dict.fromkeys([*counts, *read(*_TORCH[:2])])
@@ -83,7 +83,7 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
     counts: all numbers of ranks that are stated. One that is not `exact` is the number
       of this rank plus 1, and allows more ranks.
   """
-  # All must allow the first number that is exact.
+  # All counts must allow the first exact number.
   if stated := next((count for count in counts if count.exact), None):
     environment.check(
       JOIN,
@@ -92,7 +92,7 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
       f"{stated.variable} states",
       "A process is a rank of one run only",
     )
-  # The number of this rank, by the launcher's variable and by that of torchrun's kind.
+  # The number of this rank, by the launcher's variable, if it has one, and by RANK.
   rank = os.environ.get(launcher.rank)
   other = os.environ.get("RANK")
   if rank and other and rank != other:
@@ -104,7 +104,7 @@ def _need(
   names: Sequence[str],
   advice: str,
 ) -> list[str]:
-  """The values of the variables `names`; raises RuntimeError with the names of those that are not set.
+  """The values of the variables `names`; raises RuntimeError that lists the missing ones.
 
   Args:
     counts: what the launcher states; the first one begins the message.
@@ -144,7 +144,7 @@ def _connect(
 
 @functools.cache
 def claim_port(address: str) -> socket.socket | None:
-  """Raises RuntimeError if another process of this machine has claimed the port of an address; holds it until the end.
+  """Claims the port of an address until this process ends; RuntimeError if another process here has claimed it.
 
   Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs
   would then train together.
@@ -202,7 +202,7 @@ def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
     raise RuntimeError(
       f"{JOIN}: RANK={rank}, WORLD_SIZE={ranks}, MASTER_PORT={port}: no rank of {ranks}, or no port"
     )
-  # True (1) where torchrun itself listens on MASTER_PORT: JAX gets the next port.
+  # True, added as 1, if torchrun itself listens on MASTER_PORT: JAX gets the next port.
   taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   # brackets around an address of IPv6
   host = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -226,6 +226,7 @@ def _read_ray() -> list[RankCount] | None:
 
 def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
   """Arguments of `jax.distributed.initialize`; all workers call, and get the address that rank 0 has chosen."""
+  # Imported by name, since Ray is optional; its workers have imported `ray.train`.
   ray = importlib.import_module("ray")
   collective = importlib.import_module("ray.train.collective")
   context = sys.modules["ray.train"].get_context()
@@ -251,10 +252,11 @@ def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
     os.environ.get(f"OMPI_COMM_WORLD_{name}", "")
     for name in ("SIZE", "RANK", "LOCAL_SIZE")
   )
+  # `_URI`: a variable of Open MPI before 5, by which JAX finds rank 0.
   if rank and _URI in os.environ:
     return {"cluster_detection_method": "ompi"}
-  # Open MPI 5 tells a rank no address of another host, but it names the run: all ranks
-  # derive the port from that name. `here` is the number of ranks on this host.
+  # Open MPI 5 gives no address of rank 0, but a name of the run, from which all ranks
+  # derive a port. If all ranks are on this host (`here`), the address is loopback.
   port = 61_440 + zlib.crc32(os.environ.get("PMIX_NAMESPACE", "").encode()) % 4_096
   address = os.environ.get(_ADDRESS) or (f"127.0.0.1:{port}" if size == here else None)
   if size and rank and address:
@@ -279,6 +281,7 @@ def _join_slurm(counts: Sequence[RankCount]) -> dict[str, Any]:
 
 def _read_tpus() -> list[RankCount] | None:
   """The number of hosts of a run on TPUs of GKE, hosts of a slice times slices; None for one host."""
+  # `_HOSTS`: variables that list the hosts of a slice, separated by commas
   name = next((name for name in _HOSTS if os.environ.get(name)), "")
   hosts = len(os.environ.get(name, "").split(",")) * int(
     os.environ.get("MEGASCALE_NUM_SLICES") or 1

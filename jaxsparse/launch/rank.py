@@ -33,18 +33,19 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   """Makes this process a rank of the run that started it; call it before any other use of JAX.
 
   In a rank it calls `jax.distributed.initialize`; `jax.devices()` are then the devices
-  of all ranks: of each its GPUs or TPUs, or one CPU device, or as many as `--devices`
-  of our launcher says. It does nothing in another process, nor where
+  of all ranks: of each rank its GPUs or TPUs, else one CPU device, or as many as
+  `--devices` of our launcher says. It does nothing in another process, nor where
   `jax.distributed.initialize` was called before, as Ray Train does on TPUs and GPUs. A
   program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
   Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of
   srun; pods of a JobSet or a Job of Kubernetes; hosts of a Cloud TPU; and processes
   with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one launcher has started
-  another, the inner one counts, the first of these. Variables of two launchers
-  that contradict each other are refused. So is any other number of ranks than a variable states: for
-  example, an MPI that is not that of mpirun lets each rank train alone. PMIx alone
-  states no number; there only ranks above 0 notice that they train alone.
+  another, the inner one counts, which comes first in this list. It is an error if
+  variables of two launchers contradict each other, or if the number of ranks is not
+  what a variable states: with an MPI other than that of mpirun, for example, each rank
+  would train alone. PMIx alone states no number; there only ranks above 0 notice that
+  they train alone.
 
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
@@ -98,7 +99,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   environment.check(
     environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice
   )
-  _arrive()  # a host of a Cloud TPU is a rank only now; others repeat it
+  _arrive()  # again, for a host of a Cloud TPU, which is a rank only now
   _connect()
   stated = f" ({'; '.join(map(str, counts))})" if counts else ""
   rank = f"rank {jax.process_index()} of {jax.process_count()}"
@@ -176,7 +177,7 @@ def _replace_hooks() -> None:
     _end(said)
 
   def exit_(status: Any = None, /) -> NoReturn:
-    # Another thread ends alone by `sys.exit`; a forked process ends as usual.
+    # In another thread `sys.exit` ends only the thread. A forked process ends as usual.
     if (
       status
       and threading.current_thread() is threading.main_thread()
@@ -234,7 +235,7 @@ class _Exit(SystemExit):
   @property
   def code(self) -> Any:  # type: ignore[override]
     (status,) = self.args  # as given to `sys.exit`
-    # called by Python code, which may catch the exception
+    # A caller in Python may still catch the exception.
     if sys._getframe().f_back:
       return status
     if not isinstance(status, int):
@@ -252,7 +253,7 @@ def _arrive() -> None:
 
 
 def _has_lost_another(said: str) -> bool:
-  """Whether the exception of this rank follows from the end of another one; waits for the record of that.
+  """Whether this rank failed because another one ended; first waits `_RECORD_DELAY` for the record of that end.
 
   Args:
     said: type and message of the exception.
@@ -261,8 +262,8 @@ def _has_lost_another(said: str) -> bool:
   if not folder or not watch.lost_another(said):
     return False
   time.sleep(_RECORD_DELAY)
-  # What is recorded of all ranks. Of this rank its guard has recorded no status yet, so
-  # it counts neither as over nor as a cause.
+  # States of all ranks. This rank itself counts neither as over nor as a cause: its
+  # guard records a status only when it has ended.
   lives = [
     watch.read_life(pathlib.Path(folder), rank)
     for rank in range(int(os.environ[guard.RANKS]))
@@ -287,7 +288,7 @@ def _record_exit(process_id: int) -> None:
 
 @functools.cache
 def _open_steps() -> io.FileIO | None:
-  """The file that is as many bytes long as this rank has begun steps; None without a launcher."""
+  """The file whose length in bytes is the number of steps that this rank has begun; None without a launcher."""
   folder = os.environ.get(guard.RECORDS)
   rank = guard.rank()
   return (
@@ -298,9 +299,10 @@ def _open_steps() -> io.FileIO | None:
 
 
 def _connect() -> None:
-  """Connects all ranks, all of which must call, by a first collective, whose result does not matter.
+  """Connects all ranks by a collective whose result is not used; every rank must call.
 
-  Later, gloo would time out where one rank compiles 30 s longer than another.
+  gloo connects in the first collective and waits 30 s for the others. Without this one
+  it would time out where a rank compiles its first step 30 s longer than another.
   """
   mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
   total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")

@@ -108,7 +108,7 @@ def run(
     prefix: whether lines on standard error begin with `[rank r]`.
     restarts: how often the run is started again when ranks die, are stopped or do not
       join: the others are ended, and as many as are left start again, as ranks 0, 1 and
-      so on. `attempt` tells the program, which goes on from its checkpoint.
+      so on. The program continues from its checkpoint; `attempt` counts the restarts.
     min_ranks: the run is not started again with fewer ranks.
 
   Raises:
@@ -172,11 +172,11 @@ def _hosts_here() -> list[Host]:
 
 
 def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
-  """How many ranks start again; raises the error where none do.
+  """How many ranks start again; raises the error if the run is not started again.
 
   Args:
     error: why the last attempt has failed; `error.lost` are the ranks that died, are
-      stopped or did not join, empty for another failure, after which none start again.
+      stopped or did not join. It is empty for other failures, after which none start.
     ranks: number of ranks of the last attempt.
     min_ranks: the smallest number of ranks to go on with.
     restarts: how many restarts remain.
@@ -259,9 +259,9 @@ def _wait(
   """
 
   def look() -> tuple[list[Life], list[int | None]]:
-    # what is recorded of each rank, and the status of each process, None while it runs
+    # the state of each rank, and the status of each process, None while it runs
     statuses = [process.poll() for process in processes]
-    # The one status of mpirun's guard is that of no rank.
+    # Under mpirun the one guard's status is not that of a rank.
     guards = statuses if len(statuses) == ranks else [None] * ranks
     return [
       watch.read_life(folder, rank, status) for rank, status in enumerate(guards)
@@ -292,7 +292,8 @@ def _ranks(
   gpus = list_gpus()
   for rank in range(ranks):
     variables = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
-    # GPUs of its own for each rank, or the CPU for all (`_defaults`)
+    # Each rank gets `devices` GPUs of its own; without enough GPUs `_defaults` chooses
+    # the CPU for all.
     if len(gpus) >= ranks * devices:
       variables["CUDA_VISIBLE_DEVICES"] = ",".join(
         gpus[rank * devices : (rank + 1) * devices]
@@ -327,11 +328,12 @@ def _mpirun(
   if not sys.stdout.isatty():
     variables["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
-  # Ranks are given to hosts in turn: earlier hosts have one more if they do not divide.
+  # Ranks go to hosts in turn: ⌈(ranks − index) / hosts⌉ of them to each.
   slots = [
     f"{host.name}:{-(-(ranks - host_index) // len(hosts))}"
     for host_index, host in enumerate(hosts[:ranks])
   ]
+  # Without hosts all ranks are here, perhaps more than there are cores.
   places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
   # 0: mpirun, not this process, is the parent of the guards of ranks.
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]

@@ -45,7 +45,7 @@ class Life(NamedTuple):
     left: time at which it left the run in order.
     said: the exception that ended it.
     ended: time at which its process ended, unless its guard was told to end it.
-    status: exit status of its process, negative for a signal.
+    status: exit status of its process, negative for a signal; 0 while it runs.
     line: the last line of its output.
     stopped: time since which its process is stopped (SIGSTOP).
     steps: number of training steps of all ranks that it has begun.
@@ -101,7 +101,7 @@ def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Lif
   life = Life(rank)
   file = folder / str(rank)
   steps = folder / f"{rank}.steps"
-  # Ranks and guards append JSON lines of fields of `Life`; the last of a field counts.
+  # Ranks and guards append JSON lines of fields of `Life`; the last value counts.
   text = file.read_text() if file.exists() else ""
   for line in text.split("\n")[:-1]:  # the last piece is a line that is still written
     life = life._replace(**json.loads(line))
@@ -140,18 +140,19 @@ def find_failure(
   first = first_over(lives)
   before = f"{first} before the others, then " if first else ""
   if failed := [life for life in lives if life.status]:
-    # also ranks that are only stopped
+    # ranks that failed for a reason of their own, or are stopped and have no status
     causes = [life for life in lives if life.is_cause]
     cause = min(causes or failed, key=lambda life: min(life.stopped, life.ended))
-    # The ranks that `RunFailed.lost` names; the others failed because of them.
+    # `RunFailed.lost`: the others failed because of these, and may start again.
     lost = causes or [first or cause]
     others = f"the other {len(lives) - 1} of {len(lives)} ranks were ended"
     return RunFailed(
       f"{'' if causes else before}{cause}; {others}", [life.rank for life in lost]
     )
+  # No rank has failed, so a status other than 0 is that of mpirun.
   if status := next(filter(None, statuses), None):
     return RunFailed(f"{before}mpirun ended with status {status}; its message is above")
-  # Ranks that never joined have trained each by itself, although all ended well.
+  # Ranks that ended well but never joined: each of them has trained alone.
   alone = [
     life
     for life in lives
@@ -179,12 +180,12 @@ def find_overdue(
 
   Args:
     lives: states of all ranks.
-    waited: seconds since they were started.
+    waited: seconds since these ranks were started.
     now: time of the monotonic clock.
     start: seconds until all ranks must have joined.
     grace: seconds that ranks get to end after the first one has ended.
-    limit: seconds that the run may take.
-    begun: time at which it began, perhaps with more ranks.
+    limit: seconds that the run may take, restarts included.
+    begun: time at which the run began, before any restart.
   """
   missing = [life for life in lives if not life.arrived]
   stopped = [life for life in lives if now - life.stopped > HEARTBEAT]
@@ -193,7 +194,7 @@ def find_overdue(
   first = first_over(lives)
   # ranks that have neither left the run nor ended
   going_on = [life for life in lives if life.over == _NEVER]
-  # Once a rank has left, a step that it has not begun cannot end.
+  # Ranks in a step that `first` has not begun: it needs all ranks, so it never ends.
   ahead = [life for life in going_on if first and life.steps > first.steps]
   lost: list[Life] = []
   if missing and len(lives) > 1 and waited > start:
@@ -210,6 +211,7 @@ def find_overdue(
   elif first and going_on and now - first.over > grace:
     late = f"{grace:g} s later: they wait for it, or need a longer --grace"
     problem = f"{first} and {_names(going_on)} still ran {late}"
+  # All ranks have left or ended, but a process, perhaps mpirun, still runs.
   elif not going_on and now - max(life.over for life in lives) > grace:
     problem = f"{_names(running) if running else 'mpirun'} did not end within {grace:g} s after the last rank"
   elif now - begun > limit:

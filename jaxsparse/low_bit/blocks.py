@@ -28,14 +28,15 @@ class BitBlocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
   The code of an entry has its sign as the highest of b bits, and as the others the
-  number of its magnitude, as `scales.levels` returns it. A column has b words: the
-  first has the codes of the first 32/b rows, and so on. So the entries of a word are
-  far apart, and neighbours have neighbouring words: all is done to whole rows, which
+  number of its magnitude, as `scales.levels` returns it. A column has b words, a block
+  `width` = b · columns: the first word has the codes of the first 32/b rows, and so on.
+  So neighbours have neighbouring words, and all operations are on whole rows, which
   suits the vector units of CPUs and the lanes of TPUs.
 
   A region is the part of the vector that one of P workers owns. A block has a scale:
-  u32 words for sending, from which f32 steps are decoded. Of signs, the step of a block
-  is their magnitude; with more bits a magnitude is a multiple of its column's step.
+  u32 words for sending, from which f32 steps are decoded. With 1 bit a block has one
+  step, the magnitude of its entries; with more bits each column has a step, and
+  magnitudes are multiples of it.
 
   Attributes:
     n: entries of the vector.
@@ -54,10 +55,11 @@ class BitBlocks:
   @classmethod
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
     """The layout of n entries that `size` workers share evenly."""
-    needed = -(-n // (size * ROWS))  # columns of 32 entries of a region
+    needed = -(-n // (size * ROWS))  # columns of 32 entries that a region needs
     region = -(-needed // _COLUMNS)
-    # Blocks of equal numbers of columns need less padding. Blocks of signs keep 128
-    # where the vector is long enough, so that totals keep the bits of earlier versions.
+    # Columns that are shared evenly by the blocks of a region need less padding. Blocks
+    # of signs have 128 columns where the vector is long enough, as in earlier versions,
+    # so that totals keep their bits.
     columns = -(-needed // region) if bits > 1 else min(_COLUMNS, needed)
     return cls(n, bits, columns, region, size * region)
 
@@ -73,7 +75,7 @@ class BitBlocks:
 
   @property
   def width(self) -> int:
-    """Words of a block."""
+    """Words of the codes of a block."""
     return self.bits * self.columns
 
   @property
@@ -109,19 +111,19 @@ class BitBlocks:
 
     Args:
       addends: f32[m] arrays whose sum is encoded, added where it is read.
-      first: i32[], number of the first of these blocks in the vector, which tells which
-        of their entries are padding.
+      first: i32[], number of the first of these blocks in the vector, from which the
+        padding is known.
       count: number of blocks.
-      skip: blocks of `addends` before the first one: the margin of `sum_region`, where
-        `addends` have as many blocks behind the last one, too; else 0.
+      skip: blocks of `addends` before the first encoded one. CHUNK for a result of
+        `sum_region`, which has this margin before and behind its blocks; else 0.
 
     Returns:
       (codes, scales, steps): u32[count, width]; u32[count, words], packed for sending;
-      and the steps that receivers decode from the scales, f32[count, columns], of signs
-      f32[count, 1], one for a block.
+      and the steps that receivers decode from the scales, f32[count, columns], or
+      f32[count, 1] of signs.
     """
-    # Blocks that reach beyond the end of `addends` are read with padding. `skip` is not
-    # subtracted: with margins before and behind them, all `count` blocks are whole.
+    # Blocks that reach beyond the end of `addends` are read with padding. With margins
+    # none does: `addends` have count + 2 · skip blocks.
     unpadded = min(count, addends[0].size // self.block)
     entries = self._entries(first + iota(count))
     encode = self._encode_signs if self.bits == 1 else self._encode_levels
@@ -143,11 +145,11 @@ class BitBlocks:
     is_long = self.n >= _LONG
 
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
-      # The signs of some blocks, and the root of the mean square of each column of
-      # them.
+      # The signs of `count` blocks and the root of the mean square of each column. `_`:
+      # the results so far, which are not needed.
       x = self._read(addends, skip + start, count)
-      # Squares in three units, one of which neither over- nor underflows; truncated
-      # factors make them exact, so that sums have the same bits in every program.
+      # Squares in three units, of which one neither over- nor underflows. Truncated
+      # numbers have exact squares, so that sums have the same bits in every program.
       square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
       squares = [
         fold_rows(x, range(ROWS), square(unit), jnp.add, is_long)
@@ -156,12 +158,13 @@ class BitBlocks:
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
 
     passed = self._pass(columns_of, unpadded, len(entries), jnp.uint32, jnp.float32)
-    # The barrier ends the pass: one kernel of a GPU.
+    # The barrier ends the pass, which is one kernel of a GPU.
     signs, roots = jax.lax.optimization_barrier(passed)
     # The weight of a column's mean square in the mean square of its block's entries: a
     # column has 32 entries, of which those of padding are 0.
     share = ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
     scales = scaling.of_signs(roots, share)
+    # 1 bit, and 1 step for all columns of a block
     return signs, scales, scaling.steps(scales, 1, 1)
 
   def _encode_levels(
@@ -192,7 +195,7 @@ class BitBlocks:
     scales, steps = scaling.of_columns(maxima, used, self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, scales, steps = jax.lax.optimization_barrier((*addends, scales, steps))
-    # A product by the inverse in place of a quotient, which takes longer.
+    # factors, since quotients by the steps would take longer
     inverses = scaling.inverses(steps, self.bits)
     return *self._pass(codes_of, unpadded, count, jnp.uint32), scales, steps
 
@@ -222,7 +225,7 @@ class BitBlocks:
   ) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width].
 
-    `inverses` are the factors f32[blocks, columns] of `scaling.levels`; None of signs.
+    `inverses` are the factors f32[blocks, columns] of `scaling.levels`; None for signs.
     """
     # A word of a column has the codes of `rows` rows, the first row in the lowest bits.
     rows = ROWS // self.bits
@@ -237,7 +240,7 @@ class BitBlocks:
       of_row = inverses if x.ndim == 2 else inverses[:, None]
       return sign | scaling.levels(x, of_row, self.bits) << bit
 
-    # rows whose codes are in one word of a column, folded one by one in long vectors
+    # Rows whose codes share a word. In long vectors each row is an operation.
     each = [range(first, first + rows) for first in range(0, ROWS, rows)]
     words = [
       fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each
@@ -262,13 +265,13 @@ class BitBlocks:
     codes, steps = self.unpack(received)
 
     def add(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
-      # block of the vector; `start` counts those of the region
+      # the first block as counted in the vector; `start` is counted in the region
       block = rank * self.region + start
 
       def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
-        # Messages are added in the order of their distance, not of ranks: only the
-        # owner adds them, and all workers get its sums. `codes` has the blocks of the
-        # message of rank 0 first, then those of rank 1, ….
+        # Adds the message of rank − by. The order need not be that of ranks: only the
+        # owner adds, and all workers get its sums. `codes` has the blocks of rank 0's
+        # message first, then those of rank 1, ….
         first = (rank - by) % size * self.region + start
         return x + self.decode(cut(codes, first, count), cut(steps, first, count))
 
@@ -280,8 +283,8 @@ class BitBlocks:
       else:
         x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)
       entries = self._entries(block + iota(count))
-      # Padding of messages decodes to numbers that may not be 0: zeros in place of it,
-      # or `encode` would count it in the scales of the sums.
+      # Padding of messages may decode to numbers other than 0, which `encode` would
+      # count in the scales of the sums: it becomes 0.
       position = iota(self.block).reshape(1, ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
 
@@ -315,7 +318,7 @@ class BitBlocks:
     if self.bits > 1:
       levels = code & (1 << self.bits - 1) - 1
       magnitudes = scaling.magnitudes(levels, magnitudes, self.bits)
-    # The sign is put in by its bit, in place of a product or a choice.
+    # Sets the sign bit of the float, which is cheaper than a product or a choice.
     words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
     sign = code >> self.bits - 1 << 31
     return jax.lax.bitcast_convert_type(words ^ sign, jnp.float32)
@@ -326,12 +329,13 @@ class BitBlocks:
     steps: jax.Array,
     inverses: jax.Array,
   ) -> jax.Array:
-    """Q(x), as `decode` returns it of the codes of x: f32 like x, `steps` and `inverses`, of any shape.
+    """Q(x), f32 like x: the same bits as `decode` returns for the codes of x, without reading codes.
 
-    `steps` and `inverses` (`scaling.inverses`, not read for signs) are those of each
-    entry.
+    Args:
+      x: f32 of any shape.
+      steps: f32 like x, the step of each entry.
+      inverses: f32 like x, `scaling.inverses` of the steps; not read for signs.
     """
-    # the same bits as those of `decode`, without reading the codes again
     magnitudes = steps
     if self.bits > 1:
       levels = scaling.levels(x, inverses, self.bits)
@@ -350,13 +354,17 @@ class BitBlocks:
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of a block that are no padding, i32 like `block`, the number of a block in the vector."""
     unpadded, rest = divmod(self.n, self.block)
+    # the first block with padding has `rest` entries, later blocks none
     of_later = jnp.where(block == unpadded, rest, 0)
     return jnp.where(block < unpadded, self.block, of_later)
 
   def _read(
     self, addends: Sequence[jax.Array], start: jax.Array | int, count: int
   ) -> jax.Array:
-    """The sum of `addends` in blocks from `start` on, f32[count, 32, columns]; zeros beyond the end if it is an int."""
+    """The sum of `addends` in `count` blocks from `start` on, f32[count, 32, columns].
+
+    As in `Pass`, `start` is an int where blocks may reach beyond the end, and read 0.
+    """
     length = count * self.block
     first = start * self.block
     if isinstance(start, int):
@@ -376,8 +384,8 @@ class BitBlocks:
     start = start * self.block
     missing = max(0, length - addends[0].size)
     size = addends[0].size + missing
-    # XLA moves a slice that reaches beyond the end; it starts earlier here, and is
-    # moved back over zeros.
+    # `dynamic_slice` would move a slice that reaches beyond the end. This one starts
+    # earlier, and a second one, of its entries and zeros, drops what comes before.
     inside = jnp.minimum(start, size - length)
     padded = [jnp.pad(addend, (0, missing)) for addend in addends]
     x = functools.reduce(jnp.add, [cut(addend, inside, length) for addend in padded])

@@ -17,7 +17,7 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """Writes what `compute(start, count, results)` returns of some blocks in their place of flat `results`.
+  """Computes blocks by `compute`, some at a time, and writes them in place into flat arrays, the results.
 
   Attributes:
     compute: returns an array for each of the results, of `count` blocks from block
@@ -27,9 +27,9 @@ class Pass:
     count: number of all blocks.
     sizes: entries of a block in each of the results.
     skip: blocks before the first in each of the results.
-    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the
-      results: a pass that compares each entry with the end of the vector takes it four
-      times as long.
+    padded_apart: whether a GPU computes the blocks that may be padded in a pass of
+      their own, and copies the results: one pass would compare each entry with the end
+      of the vector, and take four times as long.
   """
 
   compute: Callable[[jax.Array | int, int, Arrays], Arrays]
@@ -58,8 +58,8 @@ class Pass:
     # A chunk is written in the next step of the loop, from the cache (see `run`).
     def step(chunk: jax.Array, carry: Any) -> Any:
       before, computed = carry
-      # The first block of the chunk of the last step, written now. In the first step
-      # `computed` are the entries of the results at chunk 0: nothing changes.
+      # The first block of the chunk that the last step computed, written now. In the
+      # first step `computed` is chunk 0 of the results themselves: nothing changes.
       last = jnp.maximum(chunk - 1, 0) * CHUNK
       written = self._write(before, last, computed)
       return written, self.compute(chunk * CHUNK, CHUNK, written)
@@ -80,7 +80,7 @@ class Pass:
     return self._write(results, start, self.compute(start, rest, results))
 
   def _at_once(self, *results: jax.Array) -> Arrays:
-    """The results after all blocks, computed at once, or the padded ones apart (`padded_apart`)."""
+    """The results after all blocks, computed at once; with `padded_apart`, blocks without padding first."""
     if not (self.padded_apart and 0 < self.unpadded < self.count):
       return self._write(results, 0, self.compute(0, self.count, results))
     for start, end in ((0, self.unpadded), (self.unpadded, self.count)):
@@ -89,12 +89,12 @@ class Pass:
     return results
 
   def _write(self, results: Arrays, start: jax.Array | int, new: Arrays) -> Arrays:
-    """`results` with `new`, what `compute` returns of blocks from `start` on, in place."""
+    """`results` with `new`, what `compute` returns for blocks from `start` on, written in place."""
     written = list[jax.Array]()
     for result, x, size in zip(results, new, self.sizes, strict=True):
       begin = jnp.int32((self.skip + start) * size)
-      # Outside of the loop XLA may fuse the computation of `new` with its writes: then
-      # each write waits for the one before.
+      # Outside of the loop `start` is an int, and XLA may fuse the computation of `new`
+      # with the writes. So each write waits for the one before.
       if written and isinstance(start, int):
         begin = ordering.depend_on(written[-1][:1], begin)
       flat = x.reshape(-1)

@@ -17,15 +17,15 @@ def all_gather(
 ) -> jax.Array:
   """The parts of all workers along `dimension`, each as Q rounds it to b bits an entry: `jax.lax.all_gather`, tiled.
 
-      result = concatenate(Q(x₀), …, Q(x_{P−1}))      the same bits on every worker, also of its own part
+      result = concatenate(Q(x₀), …, Q(x_{P−1}))      the same bits on every worker: its own part is rounded, too
 
-  For the weights of FSDP: each worker keeps its part as it is, the program of a step
-  gathers what it needs. The gradient is `psum_scatter` of the gradient of the result,
-  with as many bits. Q, with its steps for 32 entries each, is that of
-  `js.nbit_transform`; what it rounds off is not kept anywhere.
+  For the weights of FSDP: each worker keeps its part unrounded, and a step gathers the
+  parts that it needs. The gradient of x is `psum_scatter` of the gradient of the
+  result, with the same `bits`. Q rounds as `js.nbit_transform` does, with a step for
+  each 32 entries; rounding errors are not kept.
 
-  Sends ⌈log₂P⌉ messages of P − 1 parts in all, with 8 bits 0.26 of their words in
-  float32, with 4 bits 0.13.
+  Each worker sends ⌈log₂P⌉ messages, with P − 1 parts in all. They have 0.26 times the
+  words of float32 with 8 bits, 0.13 times with 4.
 
   Args:
     x: float[…], the part of this worker; the same shape at all.
@@ -56,11 +56,11 @@ def psum_scatter(
 
       result_w = part w of  x_w + Σ_{v ≠ w} Q(x_v)      added in the order of workers
 
-  For the gradients of FSDP; the gradient is `all_gather` of the gradient of the result,
-  with as many bits. Q is that of `all_gather`; what it rounds off is lost, some 0.005 %
-  of a gradient's energy with 8 bits and 1 % with 4.
+  For the gradients of FSDP. The gradient of x is `all_gather` of the gradient of the
+  result, with the same `bits`. Q is that of `all_gather`; rounding errors are lost,
+  some 0.005 % of a gradient's energy with 8 bits and 1 % with 4.
 
-  Sends P − 1 messages of a part each, none of which waits for another.
+  Each worker sends P − 1 messages of one part, none of which waits for another.
 
   Args:
     x: float[…], a term of the sum.
@@ -130,7 +130,7 @@ def _scatter(
 
   def add(worker: jax.Array, total: jax.Array) -> jax.Array:
     received_row = _decode(received[worker], layout)
-    # The own part is not rounded, but added in its turn: all workers add in rank order.
+    # The own part is not rounded. All workers add in rank order.
     return total + jnp.where(worker == comm.rank, own_row, received_row)
 
   total = varying.fori_loop(0, comm.size, add, jnp.zeros_like(own_row))

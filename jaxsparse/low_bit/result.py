@@ -56,9 +56,9 @@ class Codes(NamedTuple):
         residual; None if they are not rounded.
     """
     blocks = self.blocks
-    # blocks; with few entries a worker the regions of the last workers may have none
+    # Blocks with entries. With few entries the last regions may have none.
     used = -(-blocks.n // blocks.block)
-    # what magnitudes are multiplied by to get levels; signs have no levels
+    # factors from magnitudes to levels; not read for signs, which have no levels
     inverses = self.kept
     if blocks.bits > 1:
       inverses = scaling.inverses(self.kept, blocks.bits)
@@ -69,16 +69,17 @@ class Codes(NamedTuple):
       at_once = isinstance(start, int) and count == used
       before, entered = self._read(start, count, buffers, at_once)
       shape = (count, ROWS, blocks.columns)
-      # the step of each entry, and the decoded entries
+      # the step of each entry
       of_entries = lambda steps: blocks.trim(
         jnp.broadcast_to(cut(steps, start, count)[:, None], shape), start
       )
+      # the entries of the total, decoded with given steps
       codes = cut(self.codes, start, count)
       decode = lambda steps: blocks.trim(
         blocks.decode(codes, cut(steps, start, count)), start
       )
-      # what entered these blocks less what was sent of it, or, in the own region, less
-      # Q of the sum
+      # in the own region the sum less Q of it, elsewhere gradient + residual less what
+      # was sent
       after = entered - blocks.round(
         entered, of_entries(self.kept), of_entries(inverses)
       )
@@ -86,12 +87,14 @@ class Codes(NamedTuple):
         after = after + decode(error)
       after = jnp.where(finite, after if decay == 1 else decay * after, before)
       apply = finite
-      if at_once:  # a GPU writes the update where the gradient is, after the residual
+      # The update is written over the gradient, from which the residual is computed:
+      # the residual comes first.
+      if at_once:
         after = jax.lax.optimization_barrier(after)
         apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
       return after, jnp.where(apply, decode(values), 0.0)
 
-    # n // block blocks have no padding; both results have `block` entries a block.
+    # `n // block` blocks have no padding. Both results have `block` entries a block.
     last = Pass(write, blocks.n // blocks.block, used, (blocks.block,) * 2)
     after, update = last.run(residual, self.grads)
     return update, after
@@ -99,7 +102,7 @@ class Codes(NamedTuple):
   def _read(
     self, start: jax.Array | int, count: int, buffers: Arrays, at_once: bool
   ) -> tuple[jax.Array, jax.Array]:
-    """The residual of some blocks, and what entered them: the sums in the own region, else gradient + residual.
+    """The residual of some blocks, and what was to be sent: the sums in the own region, else gradient + residual.
 
     Args:
       start: the first block; an int where the last blocks may have padding.
@@ -130,8 +133,8 @@ class Codes(NamedTuple):
       else:
         flat = [cut(x, start * size, count * size) for x in buffers]
         residual, grads = (x.reshape(count, ROWS, -1) for x in flat)
-      # The blocks of `sums` from CHUNK on are the own region. Of blocks outside of it
-      # nothing is used (`is_own`), so that the slice may stop within the margins.
+      # The own region is behind the margin of CHUNK blocks. What is read for other
+      # blocks is not used (`is_own`), so the slice is clipped to the array.
       inside = jnp.clip(first + CHUNK, 0, blocks.region + CHUNK)
       region = cut(self.sums, inside * size, count * size)
     region = region.reshape(count, ROWS, -1)
@@ -145,10 +148,13 @@ class CodesReduced(Deferred):
   """The result of an exchange of codes; its `total` is `Codes`."""
 
   def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
-    """As `Reduced.mean`; of signs of one dtype, the steps are rounded in place of the entries."""
+    """(mean, commit) as `Reduced.mean`: the mean of the steps, or of the entries if these have to be rounded.
+
+    Signs of one dtype have their steps rounded in place of their entries.
+    """
     codes: Codes = self.total
     # An entry of signs is plus or minus the step of its block, so that rounding the
-    # step rounds the entries. With other dtypes in a block, or more bits, it would not.
+    # step rounds the entries. With several dtypes, or more bits, it would not.
     are_signs = codes.blocks.bits == 1
     if not (rounding and rounding.is_uniform and are_signs):
       return super().mean(divisor, rounding)

@@ -19,17 +19,16 @@ UNITS = (2.0**80, 1.0, 2.0**-80)
 
 
 class _Code(NamedTuple):
-  """How 2, 4 or 8 bits say an entry.
+  """How 2, 4 or 8 bits encode an entry: its magnitude is a multiple of a step, share · ratio · mean.
 
   Attributes:
     smallest: the smallest magnitude, in steps.
     spacing: the distance of neighbouring magnitudes, in steps.
-    share: c, a step over the product of its column's ratio and the mean of its block's
-      maxima.
-    first: the exponent of √2 in the smallest ratio.
-    single: ratios up to this number have exponents 1 apart, later ones 2 apart.
-    ratio_count: the number of ratios, which approximate the maximum of a column over
-      the mean of its block's maxima.
+    share: c, a step divided by its column's ratio and by the mean of its block's maxima.
+    first: the exponent j of the smallest ratio, 0.84 · √2ʲ.
+    single: exponents up to that of ratio number `single` are 1 apart, later ones 2.
+    ratio_count: the number of ratios. A column has the largest ratio that is at most
+      its maximum divided by the mean of its block's maxima.
   """
 
   smallest: int
@@ -41,6 +40,7 @@ class _Code(NamedTuple):
 
   @property
   def ratios(self) -> list[float]:
+    """The ratios, ascending: 0.84 · √2ʲ."""
     exponents = [
       self.first + index + max(index - self.single, 0)
       for index in range(self.ratio_count)
@@ -70,15 +70,16 @@ def words_of_block(bits: int, columns: int) -> int:
 
 
 def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
-  """Scales u32[blocks, 1] of the roots of the mean squares of columns, f32[blocks, columns].
+  """Scales u32[blocks, 1] of signs: the bits of the root of the mean square of a block's entries.
 
   Args:
-    means: the roots, 0 of padding.
-    share: f32[blocks], by which the sum of a block's mean squares is multiplied to be
-      the mean square of its entries: 1 / columns without padding.
+    means: f32[blocks, columns], the root of the mean square of each column; 0 for
+      padding.
+    share: f32[blocks]: share · Σ means² is the mean square of a block's entries. It is
+      1 / columns without padding.
   """
-  # In each of three units, so that one neither over- nor underflows. Rounded before
-  # they are squared: XLA may square the unit alone, which overflows.
+  # Squares in three units, of which one neither over- nor underflows. Without the
+  # rounding XLA may square the unit alone, which overflows.
   scaled = [round_mantissa(means * unit) for unit in UNITS]
   squares = [row_sums(round_mantissa(x**2)) for x in scaled]
   return jax.lax.bitcast_convert_type(root_mean(squares, share), jnp.uint32)[:, None]
@@ -97,14 +98,14 @@ def of_columns(
     used: i32[blocks], the number of columns that are no padding.
     bits: 2, 4 or 8.
   """
-  # H, over the columns that have entries
+  # the mean over the columns that have entries
   mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
   code = _CODES[bits]
   columns = maxima.shape[1]
-  # The index of a ratio is how many ratios above the smallest the maximum reaches.
+  # The number of a column's ratio: how many ratios above the smallest it reaches.
   reached = [maxima >= mean[:, None] * ratio for ratio in code.ratios[1:]]
   numbers = functools.reduce(jnp.add, [flags.astype(jnp.uint32) for flags in reached])
-  # numbers of 3 or 4 bits in a word of 32
+  # how many numbers of 3 or 4 bits a word has
   per_word = code.ratios_per_word
   # one word of a block is its mean
   words = words_of_block(bits, columns) - 1
@@ -116,8 +117,8 @@ def of_columns(
   packed = functools.reduce(jnp.bitwise_or, rows)
   mean_words = jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None]
   scales = jnp.concatenate([mean_words, packed], axis=1)
-  # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers
-  # of a word for each of them.
+  # From `numbers`, not from `packed`: XLA on CPU would compute all numbers of a word
+  # again for each of them.
   return scales, _steps(mean[:, None], numbers, bits)
 
 
@@ -143,7 +144,7 @@ def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   """The steps f32[blocks, columns]: share · ratio · mean, with the share c of `_Code`.
 
   Args:
-    mean: f32[blocks, 1], of the largest magnitudes of a block's columns.
+    mean: f32[blocks, 1], the mean of the largest magnitudes of a block's columns.
     numbers: u32[blocks, columns], the number of each column's ratio.
     bits: 2, 4 or 8.
   """
@@ -155,13 +156,13 @@ def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   factors = jnp.where(exponents % 2 == 1, even * math.sqrt(2), even)
   power_of_2 = jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)
   factors = factors.astype(jnp.float32) * power_of_2
-  # Steps of so few bits that multiples up to 2ᵇ are exact; Inf where a multiple is.
+  # So few significant bits that multiples up to 2ᵇ are exact; Inf if one overflows.
   steps = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
   return jnp.where(jnp.isfinite(steps * 2.0**bits), steps, jnp.inf)
 
 
 def inverses(steps: jax.Array, bits: int) -> jax.Array:
-  """The factors of `levels`: 1 over the boundary between the two smallest magnitudes, f32 like steps; 0 for step 0."""
+  """1 / boundary between the two smallest magnitudes, for `levels`, f32 like steps; 0 for step 0."""
   code = _CODES[bits]
   # The boundary is `smallest + spacing / 2` steps. The quotient of a subnormal step may
   # be infinite, so such a step counts as 0.
@@ -175,12 +176,13 @@ def levels(x: jax.Array, inverses: jax.Array, bits: int) -> jax.Array:
 
   Args:
     x: f32 of any shape.
-    inverses: f32 like x, of the steps of the entries (`inverses`).
+    inverses: f32 like x, 1 / boundary (`inverses`) of the step of each entry.
     bits: 2, 4 or 8.
   """
-  # The product counts boundaries: with 4 and 8 bits half steps, of which level i begins
-  # at 2 i − 1; with 2 bits the one boundary, at 1, so that 1 and 2 are level 1.
-  # Rounded as whole numbers: a half added to the product might become a fused
+  # With 4 and 8 bits the boundary is half a step, so (halves + 1) >> 1 is the nearest
+  # multiple of a step. With 2 bits the one boundary is at 1: 0 gives level 0, and 1 and
+  # 2 give level 1.
+  # The 1 is added to integers: 1/2 added to the product might become a fused
   # multiply-add, in some programs only.
   halves = jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32)
   return halves + 1 >> 1
@@ -202,7 +204,7 @@ def root_mean(
   squares: Sequence[jax.Array],
   share: jax.Array,
 ) -> jax.Array:
-  """√(share · Σ x²) of `Σ (unit · x)²` for each of `UNITS`: of the one at which squares neither over- nor underflow."""
+  """√(share · Σ x²), from Σ (unit · x)² for each of `UNITS`, by the unit whose squares neither over- nor underflow."""
   _, of_usual, _ = squares
   small, usual, large = (
     jnp.sqrt(share * of_unit) * (1 / unit)

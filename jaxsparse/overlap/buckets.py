@@ -52,8 +52,8 @@ def bucketed_transform(
   Each group has a collective and a residual of its own, so a sparse one delivers its
   share of every group; with `k` the k entries are shared out to the groups in
   proportion to their sizes. Laws C and R hold over the whole, and a NaN or Inf in one
-  group skips the step for all. Simultaneous groups wait for the same ones before them
-  and not for each other: which of them starts first is the runtime's choice.
+  group skips the step for all. Simultaneous groups wait for the same earlier groups and
+  not for each other: the runtime chooses which of them starts first.
 
   Like every jaxsparse transform it stands before the optimizer in its chain, and runs
   inside `jax.shard_map` over `axis`; see `js.make_transform`. In a `jax.jit` of your
@@ -65,7 +65,7 @@ def bucketed_transform(
     axis: the name of the shard_map axis the workers lie along, a tuple of such names,
       or a comm.
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
-    order: the number in pytree order of the leaf that each layer is: `.order` of
+    order: layer l of the plan is leaf `order[l]` in pytree order: `.order` of
       `js.overlap.measure`. By default layer l is leaf l.
     special: collectives of leaves by their names, as in `js.make_transform`. The k
       entries of a collective with `k` are those of all leaves of its expression
@@ -82,7 +82,8 @@ def bucketed_transform(
     ValueError: for an unknown name, a rejected option, or a collective whose total
       differs between workers; when used, for a plan or an order that does not fit the
       parameters, or an expression that matches none of their names.
-    TypeError: for an option that the collective does not have, or an axis that is none.
+    TypeError: for an option that the collective does not have, or an `axis` that is
+      neither a name nor a comm.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -108,13 +109,12 @@ def _bundles(
   plan: Plan,
   order: Sequence[int] | None,
 ) -> list[Bundle]:
-  """The groups of a plan as leaves of a gradient, which the plan must fit.
+  """For each group of a plan, its leaves of the gradient and the groups that it is sent after.
 
   Args:
     shapes: the shape of each leaf by its name, in pytree order.
     plan: the plan.
-    order: number in pytree order of the leaf that each layer is; None for layer l as
-      leaf l.
+    order: layer l of the plan is leaf `order[l]` in pytree order; None: leaf l.
 
   Raises:
     ValueError: for a plan or an order that does not fit.
@@ -130,7 +130,7 @@ def _bundles(
     raise ValueError(
       f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure"
     )
-  # Sizes in float32, which is what is sent whatever the parameters are.
+  # Gradients are reduced in float32, whatever the dtypes of the parameters are.
   for layer, leaf in enumerate(leaf_of):
     if plan.sizes[layer] != sizes[leaf]:
       raise ValueError(

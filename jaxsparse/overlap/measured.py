@@ -129,9 +129,10 @@ def measure(
   arguments = engine.place((params, batch), specs)
   # Gradients keep the shardings that they are computed with.
   shardings = engine.shardings(arguments, specs), None
-  # Each program makes the loss, result 0, and the gradients of the first leaves, result
-  # 1 + number of the leaf; without gradients the forward pass.
+  # `gradients` returns the loss, result 0, and gradients, result 1 + leaf. A program
+  # returns the loss and the `count` gradients that are ready first; 0: forward alone.
   results = [0, *(1 + leaf for leaf in order)]
+  # specs[1]: each result has a row for each worker, as the batch has.
   programs = [
     engine.jit(
       _chosen(gradients, results[: 1 + count]), specs, specs[1], shardings=shardings
@@ -139,9 +140,10 @@ def measure(
     for count in (0, *bounds)
   ]
   medians = _median_seconds(engine, programs, arguments, repetitions)
-  # each program includes the work of the one before
+  # Each program includes the work of the one before: fewer seconds would be noise.
   seconds = list(itertools.accumulate(medians, max))
-  # Seconds at each leaf: those of the two cuts around it, in proportion to the work.
+  # Differences of the times at which gradients are ready. Between two cuts these times
+  # are interpolated in proportion to operations.
   times = np.diff(np.interp(done, done[[0, *bounds]], seconds))
   names = [jax.tree_util.keystr(path) for path, _ in leaves]
   sizes = [float(_WORD * jnp.size(leaf)) for _, leaf in leaves]
@@ -191,7 +193,7 @@ def _median_seconds(
 ) -> list[float]:
   """The median seconds of each program, run in turn; the first round compiles and does not count."""
   # In turn, so that a disturbance of the machine hits all of them. `time` returns the
-  # seconds first; `flat` counts the devices inside a worker, too.
+  # seconds first; `flat`, with a worker for each device, waits for all of them.
   watch = timing.Stopwatch(engine.flat)
   rounds = [
     [watch.time(program, *arguments)[0] for program in programs]
@@ -201,20 +203,23 @@ def _median_seconds(
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
-  """When the jaxpr of (loss, *gradients) has computed each gradient, after how many operations of the backward pass.
+  """The order in which the jaxpr of (loss, *gradients) computes the gradients, and the operations until each of them.
 
   Returns:
-    The numbers of the leaves in the order of their gradients; and estimated operations
-    before the first one and after each, f64[leaves + 1], to which the place in the
-    order is added, so that they increase strictly.
+    The numbers of the leaves in the order of their gradients; and f64[leaves + 1],
+    estimated operations of backward before the first gradient, 0, and after each. The
+    index in the order is added to each, so that they increase strictly.
   """
   # Operations before each equation, and at the end; `_find_makers` appends them.
   done = [0.0]
+  # the number of the equation that makes each result, −1 for an input or a constant
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
+  # If one equation makes several gradients, the later leaf comes first, as in backward.
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
-  # Equations up to the loss are the forward pass, also where they make a gradient.
+  # Equations up to the loss are the forward pass: a gradient made there is ready when
+  # backward begins.
   last_equations = [loss, *(max(loss, makers[leaf]) for leaf in order)]
-  # Operations up to and with an equation; for −1, an input, none.
+  # Operations up to and including an equation; none for −1.
   operations = [done[equation + 1] for equation in last_equations]
   reached = np.maximum.accumulate(operations)
   return order, reached - reached[0] + np.arange(len(reached))
@@ -226,10 +231,10 @@ def _find_makers(
   """Number of the equation that makes each result, −1 for an input or a constant; calls count as if inlined.
 
   Args:
-    jaxpr: of a function, or of a call in it.
-    makers_of_inputs: number of the equation that makes each of its inputs.
-    done: number of operations before each equation so far; this function appends those
-      of its equations.
+    jaxpr: the jaxpr of the whole function, or of a call in it.
+    makers_of_inputs: number of the equation that makes each of its inputs, −1 for none.
+    done: done[e] operations before equation e, done[e + 1] after it, for all equations
+      so far. This function appends an element for each of its equations.
   """
   # the equation that makes each variable
   makers = dict(zip(jaxpr.invars, makers_of_inputs, strict=True))
@@ -238,7 +243,7 @@ def _find_makers(
     inner = (
       list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
     )
-    # a call that passes its operands on: its equations count as if they stood here
+    # The body of a call with the same operands: its equations are numbered in line.
     if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
       numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
     else:
@@ -276,12 +281,12 @@ def _count_operations(equation: core.JaxprEqn) -> float:
 
 
 def choose_cuts(done: np.ndarray, cuts: int) -> list[int]:
-  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts.
+  """How many gradients each cut computes, increasing, with about the same work between consecutive cuts.
 
   Args:
-    done: f64[leaves + 1], operations of backward before each leaf, and of all, strictly
-      increasing.
-    cuts: their number, at most.
+    done: f64[leaves + 1], operations of backward before the first gradient and after
+      each, strictly increasing.
+    cuts: maximum number of cuts.
   """
   count = len(done) - 1
   if count <= cuts:

@@ -66,7 +66,7 @@ class Flows(NamedTuple):
     # the start-up, in which nothing is on the wire
     begins = when + link.alpha
     left = link.beta * size
-    # Without bytes it ends with its start-up; else its end is not known yet.
+    # Without bytes it ends with its start-up; else `advance` finds its end.
     new = begins, left, np.where(left > 0, np.inf, begins)
     append = lambda old, column: np.column_stack([old[:, 1:], column])
     return type(self)(when, *map(append, flows[1:], new))
@@ -78,6 +78,7 @@ class Flows(NamedTuple):
   def advance(self, when: np.ndarray, link: Link) -> Self:
     """The same networks at `when`, f64[r], simulated from event to event: a transfer begins or ends."""
     # Each network has its own time; a pass of the loop moves each to its next event.
+    # `waiting`: communications with bytes left on networks that are not yet at `when`.
     now, begins, left, ends = self
     while np.any(waiting := (left > 0) & (now < when)[:, None]):
       sends = waiting & (begins <= now[:, None])
@@ -135,9 +136,10 @@ def simulate(
 ) -> Simulation:
   """Simulates the communications of groups, and finds which ones each has to wait for.
 
-  Group g starts as soon as it is ready and all groups before it have ended; with
-  `at_once`, all but those `ways` − 1 that will end last. It also waits for the groups
-  that the group before it waits for.
+  A group starts as soon as it is ready, the group before it has started, and all groups
+  that it waits for have ended. It waits for all groups before it; with `at_once`, not
+  for the `ways` − 1 of them that will end last. It also waits for the groups that the
+  group before it waits for.
 
   Args:
     ready: seconds until each group is ready, ascending.
@@ -158,13 +160,13 @@ def simulate(
   count = len(ready)
   flows = Flows.empty(1, count)
   starts = list[float]()
+  # for each group, the groups that it waits for; first an empty set, of no group
   after = [set[int]()]
   groups = zip(ready, sizes, at_once, strict=True)
   for group, (ready_at, size, early) in enumerate(groups):
-    # The ends of the groups before are in the last slots.
-    # These are their ends if nothing else starts.
+    # The groups before are in the last slots. Their ends, if nothing else starts:
     ends = flows.finish(link).ends[0, count - group :]
-    # A group overlaps with the groups that end last.
+    # An early group overlaps with the `ways` − 1 groups before it that end last.
     by_end = np.argsort(ends, kind="stable").tolist()
     overlapping = by_end[max(0, group - ways + 1) :] if early else []
     after.append({*range(group)} - {*overlapping} | after[-1])

@@ -137,8 +137,8 @@ def plan(
   - "wfbp": one communication for each layer, one after the other (wait-free
     backpropagation).
   - "mg_wfbp": merges layer l into layer l − 1 if l − 1 is ready before the start-up of
-    a communication of l alone would end, `ready(l − 1) < τ(l) + α`. Never slower than
-    "wfbp" in the model.
+    a communication of l would end, `ready(l − 1) < τ(l) + α` if it starts at τ(l).
+    Never slower than "wfbp" in the model.
   - "theorem_1": Theorem 1 of the paper chooses for each layer between normal, merged
     and simultaneous. It assumes that two overlapping communications are faster than one
     after the other (γ < 2) and that the second slows only itself down. Where that does
@@ -195,6 +195,8 @@ def plan(
   ways = min(int(ways), len(times))
   # seconds until the gradient of each layer is ready
   ready = list(itertools.accumulate(reversed(times)))[::-1]
+  # `build` makes a plan from {first layer of a group: whether it starts at once},
+  # in the order of sending. The plan that `build` gets has no groups and times yet.
   build = functools.partial(
     _build, Plan(kind, times, bytes_, link, (), ()), ready, ways
   )
@@ -208,7 +210,8 @@ def plan(
     build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False)
   )
   best = min(merged, key=lambda candidate: candidate.iteration_time)
-  # The search with one communication at a time is fast, and bounds the one with `ways`.
+  # The search with one communication at a time is fast. Its time is a limit for the
+  # search with `ways`, which drops slower plans.
   for most in sorted({1, ways}) if kind == "optimal" else ():
     if firsts := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
       best = min(build(firsts), best, key=lambda candidate: candidate.iteration_time)
@@ -252,9 +255,10 @@ def _merge(
 ) -> _Firsts:
   """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down; or MG-WFBP.
 
-  MG-WFBP has normal and merged layers only: it merges l into l − 1 iff ready(l − 1) <
-  τ(l) + α, which is Q2. Times are the paper's estimates, not the simulation's: Eq. 13
-  slows only the later of two communications down.
+  MG-WFBP (`simultaneous` false) has normal and merged layers only: it merges layer l
+  into l − 1 iff ready(l − 1) < τ(l) + α, where τ(l) is `start`: Q2 below. Times are the
+  paper's estimates, not the simulation's: Eq. 13 slows only the later of two
+  communications down.
   """
   firsts = _Firsts()
   # The start and the bytes of the group that is being collected, and the time at which
@@ -269,7 +273,7 @@ def _merge(
     # The start of a normal communication, or of the one that the layer is merged into.
     start = max(start, end, ready[layer])
     alone = link.seconds(size)
-    # seconds of a simultaneous one
+    # seconds of a simultaneous communication, which overlaps with the one before
     beside = alone + (_penalty(ready[layer], *before, link) if before else 0.0)
     at_once = simultaneous  # layer 0, which has no next layer, ends its group
     if layer:
@@ -289,16 +293,21 @@ def _merge(
       alone = beside
     firsts[layer] = at_once
     before = start, size
+    # A simultaneous communication may end before an earlier one.
     end = max(end, start + alone)
+    # The next layer begins a group.
     start = 0.0
     size = 0.0
   return firsts
 
 
 def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
-  """Eq. 13: seconds that a communication at `start` loses to one of `size` bytes that started at `earlier`."""
+  """Eq. 13: seconds that a communication from `start` on loses to one of `size` bytes that started at `earlier`.
+
+  The loss is (γ − 1) β for each byte that the earlier one still has to send.
+  """
   alone = link.seconds(size)
-  # The fraction of the seconds of the earlier one that is left at `start`.
+  # the fraction of its bytes that is left at `start`, estimated by its seconds
   shared = 1 - (start - earlier) / alone if alone else 0.0
   shared = min(1.0, max(0.0, shared))
   return (link.gamma - 1) * link.beta * size * shared

@@ -71,7 +71,8 @@ def find_fastest(
     >>> find_fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
     {2: False, 0: False}
   """
-  # Row 0 is the plan without groups: its first layer is the one behind the last.
+  # Row 0 is the plan without groups: no communications; their ends, 0; the row before
+  # it, 0; its first layer, one behind the last; not at once; no bytes waiting.
   nothing = np.zeros(1, int)
   plans = _Partial(
     Flows.empty(1, ways),
@@ -81,28 +82,29 @@ def find_fastest(
     nothing.astype(bool),
     np.zeros(1),
   )
-  # Lower bound on the end of any complete plan: all remaining bytes at the highest
-  # total speed of the network.
+  # remaining[i]: a lower bound on the seconds of layers 0 … i − 1, all their bytes at
+  # the highest total speed of the network.
   speed_of = lambda senders: senders / float(link.slowdown(senders))
   speed = max(map(speed_of, range(1, ways + 1)))
   remaining = link.beta * np.cumsum([0.0, *sizes]) / speed
-  # Every partial plan stays in `plans`, and the layers before it collect in `waiting`,
-  # since the next group may begin at any of these layers.
+  # Each pass adds the plans whose last group begins at layer `first`. All earlier plans
+  # stay, since the next group may begin at any layer; its bytes add up in `waiting`.
   for first in reversed(range(len(ready))):
     plans = plans._replace(waiting=plans.waiting + sizes[first])
     all_end = plans.ends.max(1)
     one_ends = plans.ends[:, 0]
-    # columns: the group waits; it starts at once
+    # Columns: the group waits for all communications; it starts at once, when the first
+    # of the `ways` communications has ended (ends are ascending).
     free = np.stack([all_end, one_ends], 1)
     starts = np.maximum(free, ready[first])
-    # Plans slower than the limit, but for rounding, are dropped. Starting at once is
-    # another plan only if it is earlier than waiting.
+    # Drops plans slower than the limit, with 1e-9 for rounding. If starting at once is
+    # no earlier than waiting, both are the same plan: one of them suffices.
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
     grown = _extend(plans, first, starts, promising, link)
     ends = grown.ends
-    # No group starts before the next layer is ready: ends before that time are equal.
-    # Of complete plans only the last end counts.
+    # No group starts before the next layer, `first` − 1, is ready: ends before that
+    # count as equal. Of complete plans, with `first` = 0, only the last end counts.
     state = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
     kept = _take(grown, _choose_earliest(state))
     plans = jax.tree.map(lambda *arrays: np.concatenate(arrays), plans, kept)
@@ -112,10 +114,10 @@ def find_fastest(
 def _extend(
   plans: _Partial, first: int, starts: np.ndarray, promising: np.ndarray, link: Link
 ) -> _Partial:
-  """Plans with one group more, of the layers from `first` on that wait, at each of the starts that are promising.
+  """Each plan with one more group, of the waiting layers from `first` on, once for each promising start.
 
   Args:
-    plans: r partial plans.
+    plans: r partial plans; `waiting` has the bytes of the new group.
     first: the first layer of the new group.
     starts: f64[r, 2], the start of the group if it waits, and if it starts at once.
     promising: bool[r, 2], the starts for which to make a plan.
@@ -130,8 +132,9 @@ def _extend(
   by_end = lambda rows: np.take_along_axis(rows, order, 1)
   flows = Flows(flows.now, *map(by_end, flows[1:]))
   ends = by_end(ends)
-  # nothing starts before the last group did
+  # Groups start in order: none before `flows.now`, the start of the new group.
   ends[:, 0] = np.maximum(ends[:, 0], flows.now)
+  # `before`: the row of each plan in `plans`; the last field: no bytes wait yet.
   return _Partial(
     flows,
     ends,
@@ -157,11 +160,11 @@ def _read_back(plans: _Partial) -> dict[int, bool] | None:
 
 
 def _choose_earliest(ends: np.ndarray) -> np.ndarray:
-  """Rows of the partial plans that no other one dominates, at most 24, the earliest first.
+  """Rows of the partial plans that no other plan dominates, at most 24, the earliest first.
 
   Args:
     ends: f64[r, s], the ends of the last communications of each plan. A plan dominates
-      another one that is earlier in none of them.
+      each plan that is earlier in none of these ends.
   """
   # by the last end, then by the sum of the ends
   left = np.lexsort((ends.sum(1), ends.max(1)))
@@ -169,7 +172,7 @@ def _choose_earliest(ends: np.ndarray) -> np.ndarray:
   while left.size and len(kept) < _MOST:
     best = left[0]
     kept.append(best)
-    # drops those that are no earlier in any of their ends
+    # Drops `best` and the plans that it dominates.
     is_earlier = np.any(ends[left] < ends[best], axis=1)
     left = left[is_earlier]
   return np.array(kept, int)

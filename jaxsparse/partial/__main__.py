@@ -27,8 +27,8 @@ def _make_parser() -> argparse.ArgumentParser:
     prog="python -m jaxsparse.partial",
     description=__doc__,
     formatter_class=defaults,
-    # Options that are not given are left out of the result: `Controller` and `Quorum`
-    # have defaults of their own, and each refuses the options of the other.
+    # Options without a default are left out of the result if they are not given:
+    # `Controller` and `Quorum` have defaults, and each refuses options of the other.
     argument_default=argparse.SUPPRESS,
   )
   add = parser.add_argument
@@ -80,16 +80,16 @@ def _make_parser() -> argparse.ArgumentParser:
 def _prepare_keys(
   path: pathlib.Path | None, folder: pathlib.Path | None, workers: int
 ) -> Keys | None:
-  """The keys of the server; files that do not exist are made.
+  """Reads the keys of the server, and first writes the files of keys if they do not exist.
 
   Args:
-    path: file of one key pair that the server and all workers share; None for none.
-    folder: folder of a file of keys for each worker, and one for the server; None for
-      none. Not together with `path`.
+    path: file of one key pair that the server and all workers share, or None.
+    folder: folder with a file of keys for each worker and one for the server, or None.
+      At most one of `path` and `folder` is given.
     workers: number of workers to make keys for.
 
   Returns:
-    The keys; None where both paths are None, for a server that any process can reach.
+    The keys; None if no path is given: any process that reaches the server may join.
   """
   if folder and not folder.exists():
     folder.mkdir(mode=0o700)  # secret keys: readable by their owner alone
@@ -111,11 +111,12 @@ def main() -> None:
   options = vars(_make_parser().parse_args())
   address = options.pop("address")
   paths = options.pop("keys", None), options.pop("own_keys", None)
-  # What is left in `options` are arguments of the controller.
+  # for `Server`; what is left in `options` are arguments of the controller
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   make = Quorum if "quorum" in options else Controller
   try:
-    # raises ModuleNotFoundError where pyzmq is missing
+    # `zmq` raises ModuleNotFoundError where pyzmq is missing: hence within `try`, and
+    # only the second `except` uses `refusals`.
     refusals = TypeError, ValueError, OSError, zmq.ZMQError
     controller: Controller | Quorum = make(**options)
     keys = _prepare_keys(*paths, options["workers"])

@@ -76,7 +76,7 @@ class Server:
     self._limit = limit
     self._network = sockets.Network(keys)
     now = time.monotonic()
-    # limit, now, and the time at which each worker is dropped that has not joined: a
+    # limit, now, and by worker the time at which it is dropped unless it has joined: a
     # `Controller` expects all workers, a `Quorum` has none alive at the start.
     times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
     self._protocol: GroupServer | RoundServer

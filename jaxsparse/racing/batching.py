@@ -27,11 +27,11 @@ def check_batches(batches: Batches) -> None:
 
 
 def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
-  """The endless batches of a seed, 0 … seeds − 1, which trains for `most` steps at most.
+  """The endless batches of a seed, 0 … seeds − 1, whose training takes at most `most` steps.
 
-  A function is called with `seed · most` and the steps after it. An iterable begins
-  anew whenever it ends; with a length its seeds begin evenly spaced over it, without
-  one `most` batches apart.
+  A function is called with `seed · most`, `seed · most + 1`, and so on. An iterable
+  begins anew whenever it ends. If it has a length, seeds start evenly spaced over it,
+  else `most` batches apart.
   """
   if callable(batches):
     return map(batches, itertools.count(seed * most))
@@ -42,7 +42,7 @@ def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
 
 
 def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
-  """The next `steps` batches, their leaves [length, …]: the last batch is repeated where `steps` < `length`."""
+  """The next `steps` batches, stacked to leaves [length, …]; the last one is repeated if `steps` < `length`."""
   # Numpy batches stay in the memory of the host.
   stack_rows = lambda *rows: (
     jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
@@ -54,7 +54,7 @@ def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
 
 
 def join(stacked: ArrayTree, workers: int) -> ArrayTree:
-  """Batches [steps, P · rows, …] as one batch, [P · steps · rows, …], with the rows of each worker of all steps."""
+  """Batches [steps, P · rows, …] as one batch, [P · steps · rows, …], where each worker has its rows of all steps."""
 
   def join_leaf(x: np.ndarray) -> np.ndarray:
     # The first axis of a batch is split over the workers: the rows of one worker of all

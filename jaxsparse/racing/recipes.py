@@ -26,20 +26,21 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
   """Functions `(axis, rate) -> chain` by name: ways to exchange around one optimizer.
 
   - "dense": the optimizer behind an all-reduce of float32
-  - "dense, 16 bits": the same in bfloat16
-  - "4 bits": the optimizer behind gradients in 4 bits
-  - "signs": each worker's own optimizer, signs of its updates, every step
-  - "signs, every 4": the same, exchanged every 4 steps
+  - "dense, 16 bits": the optimizer behind an all-reduce of bfloat16
+  - "4 bits": the optimizer behind an exchange of gradients in 4 bits
+  - "signs": each worker's own optimizer, then an exchange of the signs of its updates
+  - "signs, every 4": each worker's own optimizer, then, every 4 steps, an exchange of
+    the signs of its movement in these steps
 
-  With "sgd" the last two are signs of gradients and SparDL at 1 %, before the
-  optimizer. With "muon" the mean of signs has the length of a worker's update
-  (`js.norm_restored`) where they are exchanged in every step. The result is a
-  dictionary: add methods of your own, remove others.
+  With "sgd" the last two are "signs", signs of gradients, and "SparDL 1 %", both before
+  the optimizer. With "muon" the mean of "signs" is scaled to the length of a worker's
+  update (`js.norm_restored`). The result is a dictionary: add methods of your own,
+  remove others.
 
   Args:
-    optimizer: "adam", whose workers' own one is `js.scale_by_window_adam`; "muon",
-      optax's, with Adam at 1/20 of the rate for leaves that are no matrices; "sgd"; or
-      a function rate -> optax transformation, your own.
+    optimizer: "adam", or `js.scale_by_window_adam` where each worker has its own;
+      "muon", optax's, with Adam at 1/20 of the rate for leaves that are no matrices;
+      "sgd"; or a function rate -> optax transformation, your own.
     workers: number of workers P, the window of Adam.
 
   Raises:
@@ -59,7 +60,8 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
     raise ValueError(
       f"recipes: optimizer={optimizer!r}, choose one of {', '.join(map(repr, _NAMES))}, or a function of the rate"
     )
-  # `shared` follows an exchange of gradients; of `local` each worker has its own.
+  # `shared` follows an exchange of gradients. `local` is each worker's own optimizer,
+  # before an exchange of updates.
   shared, local = _optimizers(optimizer, workers)
   before = lambda label: functools.partial(_exchange_gradients, label, shared)
   methods = {
@@ -74,8 +76,9 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
       "signs": before("onebit"),
       "SparDL 1 %": before("spardl:density=0.01"),
     }
-  # The number is H, steps from one exchange to the next. Muon normalizes each worker's
-  # update, and the mean of updates that differ is shorter: its length is restored.
+  # 1 and 4 are H, the steps from one exchange to the next. Muon normalizes each
+  # worker's update, and updates that differ have a shorter mean: True restores its
+  # length.
   return methods | {
     "signs": functools.partial(_exchange_updates, local, 1, optimizer == "muon"),
     "signs, every 4": functools.partial(_exchange_updates, local, 4, False),
@@ -85,10 +88,11 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
 def _optimizers(
   optimizer: str | Optimizer, workers: int
 ) -> tuple[Optimizer, Optimizer]:
-  """The optimizer behind an exchange, and that of each worker before one; both are functions of the rate."""
+  """The optimizer after an exchange of gradients, and each worker's own before an exchange; functions of the rate."""
   if callable(optimizer):
     return optimizer, optimizer
-  # The second moment of a worker's own gradients would be too large, by their noise.
+  # A worker's own gradients are noisier than their mean: Adam's second moment would be
+  # too large. It is taken of averages over a window of P steps.
   if optimizer == "adam":
     return optax.adam, lambda rate: optax.chain(
       scale_by_window_adam(workers), optax.scale_by_learning_rate(rate)
@@ -109,13 +113,14 @@ def _exchange_gradients(
 def _exchange_updates(
   optimizer: Optimizer, every: int, restores: bool, axis: AxisName | Comm, rate: Rate
 ) -> optax.GradientTransformation:
-  """An optimizer of each worker's own before an exchange of the signs of what it has moved, in each `every`-th step.
+  """Each worker's own optimizer, then in each `every`-th step an exchange of the signs of the worker's movement.
 
-  With `restores` the mean is as long as the movement of one worker.
+  With `restores` the mean is scaled to the length of one worker's movement.
   """
   signs = make_transform("onebit", axis)
   exchange = norm_restored(signs) if restores else signs
   # Rate 1: the learning rate is in the updates that are exchanged.
   outer = optax.chain(exchange, optax.sgd(1.0))
-  # Workers train on with what signs have not delivered of their own movement.
+  # A worker keeps its residual, the movement that signs have not delivered yet, in the
+  # parameters that it trains on.
   return local_steps(optimizer(rate), outer, every=every, apply_residual=True)

@@ -11,8 +11,8 @@ from jaxsparse.train.agreement import Agreement
 from jaxsparse.types import Link
 
 DENSE = "dense"
-# Workers' data differ if the mean product of two workers' gradients, as a share of their
-# mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
+# Workers' data differ if ρ < `_SHARE` · (ρ of shuffled rows) − `_MARGIN`, where ρ is
+# the mean product of two workers' gradients over their mean square.
 _SHARE = 0.6
 _MARGIN = 0.05
 _MAX_PERCENT = 2.0  # above dense's loss, of a method that is good enough
@@ -65,8 +65,8 @@ class Race:
 
   Attributes:
     rows: a `Row` for each method that was tried, dense first.
-    steps: of each training, after which losses are compared; a method above dense has
-      more, until dense's loss.
+    steps: the steps after which losses are compared. A method whose loss is then above
+      dense's trains on, until dense's loss.
     workers: number of workers P.
     entries: number of parameters n.
     rate: the user's own learning rate.
@@ -74,6 +74,9 @@ class Race:
     agreements: `js.agreement` of the workers' gradients at the parameters of dense
       training before it, after a tenth of its steps, and at its end.
     left_out: methods for which `budget` had no time.
+
+  `losses(row)` are the losses of a row after `steps` steps, and `above(row)` the
+  percent by which they are above dense's; both are f64[seeds].
   """
 
   rows: list[Row]
@@ -107,18 +110,19 @@ class Race:
     return len(multiples) > 1 and row.multiple in (min(multiples), max(multiples))
 
   def steps_to_dense(self, row: Row) -> np.ndarray:
-    """Steps of each seed to the loss of dense from the same seed, interpolated; NaN where they did not suffice."""
+    """Steps after which each seed reaches dense's loss, f64[seeds], interpolated; NaN for a seed that never does."""
+    # Each seed is compared with dense from the same seed, after the steps of the race.
     targets = self.losses(self.rows[0])
     curves = zip(row.losses, targets, strict=True)
     return np.array([_crossing(row.steps, losses, target) for losses, target in curves])
 
   def best(self, link: str | None = None, within: float = _MAX_PERCENT) -> Row:
-    """The method with the fewest seconds a step on a link whose loss is surely within so many percent of dense's.
+    """The method with the fewest seconds per step on a link, of those whose loss is surely close to dense's.
 
     Args:
-      link: one of the race's; its first one by default.
-      within: percent, of the mean over seeds and two standard errors more, so that
-        seeds that differ speak for dense. Of one seed there is no error.
+      link: the name of one of the race's links; None for the first one.
+      within: the most percent above dense's loss that a method may have: its mean over
+        the seeds plus two standard errors. With one seed the error is taken as 0.
 
     Raises:
       ValueError: for another link, `within` below 0, or if dense has diverged.
@@ -141,7 +145,7 @@ class Race:
   @property
   def evidence(self) -> list[Evidence]:
     """A row for each method but dense whose chain has one collective, for `js.costs.advise(evidence=)`."""
-    # Dense may have had its last loss, or a lower one, before its end.
+    # Dense, too, may have reached its final loss before its final step.
     dense = self.steps_to_dense(self.rows[0])
     evidence = []
     for row in self.rows[1:]:
@@ -225,7 +229,7 @@ class Race:
     return notes
 
   def plot(self, link: str | None = None) -> Any:
-    """A matplotlib figure of the loss over steps, bits, and seconds on a link, its first one by default."""
+    """A matplotlib figure of the loss over steps, bits, and seconds on a link, by default the race's first link."""
     # an optional dependency, for figures alone
     from matplotlib import pyplot
 
@@ -237,7 +241,7 @@ class Race:
       # units of a step on the x axes of the panels: steps, bits a parameter, seconds
       scales = 1, 32 * row.words / self.entries, row.step_seconds(self.links[chosen])
       for ax, scale in zip(axes, scales, strict=True):
-        # NaN, which is not drawn, behind the end of a seed
+        # After the end of any seed the mean is NaN, which is not drawn.
         losses = np.mean(row.losses, axis=0)
         ax.plot(np.multiply(row.steps, scale), losses, label=row.method)
     for ax, name in zip(
@@ -280,7 +284,7 @@ def _crossing(steps: list[int], losses: list[float], target: float) -> float:
   first = next((i for i, loss in enumerate(losses) if loss <= target), None)
   if first is None:
     return math.nan
-  # The first loss has none before it to interpolate from, nor has one after Inf.
+  # Interpolation needs a finite loss before this one.
   before = losses[first - 1] if first else math.inf
   if not math.isfinite(before):
     return float(steps[first])

@@ -65,7 +65,7 @@ def race(
     params: the parameters; or a function of the seed, 0, 1, …, that returns them.
     batches: a function of the step that returns the batch of all workers, which is
       called with steps up to `1.5 · seeds · steps`; or an iterable of batches that can
-      begin again. Each seed trains on others, or in another order.
+      begin again. Each seed has other batches, or the same ones from another start.
     evaluate: (params) -> float, the loss on held-out data; (params, model_state) with a
       model state.
     workers: number of workers P, or a mesh.
@@ -78,15 +78,16 @@ def race(
     links: bandwidths as in "1gbit" or "100mbit", at 0.1 ms a message.
     profile: from `js.costs.fit`: one more link, "profile".
     budget: seconds after which no further method is begun.
-    file: finished methods are kept there, and a race that was interrupted goes on
-      behind them.
+    file: the path of a file that keeps finished methods: an interrupted race that is
+      called again skips them. None for no file.
     progress: called with a line of text now and then, `print` for instance.
     axis: the axis of the mesh, or the name for `jax.lax.psum` in `loss_fn`.
     has_aux: as for `js.make_train_step`.
     accumulate: as for `js.make_train_step`.
     rng: a key, of which each step and worker gets its own.
     model_state: before the first step; that of the workers is averaged.
-    **given: other arguments of the step, as `shared`.
+    **given: other arguments of each step, as for `js.make_train_step`: `shared=` for
+      instance.
 
   Returns:
     A `Race`: `print` it for a table; `best(link)`, `plot()`, `evidence`, `rows`.
@@ -121,7 +122,7 @@ def race(
   setting = Setting(
     loss_fn, evaluate, where, axis, engine, options, given, rng, model_state
   )
-  # Sorted, so that a race goes on from its file whatever the order of its rates.
+  # Sorted, so that the same rates in another order still match the file.
   config = RaceConfig(
     setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
   )
@@ -131,7 +132,7 @@ def race(
     raise ValueError(
       f"race: methods are {', '.join(map(repr, chosen))}: one has to be 'dense', to compare with"
     )
-  places = _links(links, profile)
+  links_by_name = _links(links, profile)
   # A file of another race raises before anything is trained.
   kept = _Kept(file, config.key)
   # Dense first: the others train on until they reach its losses.
@@ -139,11 +140,11 @@ def race(
   left_out = kept.add_missing(config, in_order, budget, progress)
   rows = [kept.rows[name] for name in in_order if name in kept.rows]
   sizes = steps, engine.workers, config.key["entries"], rate
-  return Race(rows, *sizes, places, kept.agreements, left_out)
+  return Race(rows, *sizes, links_by_name, kept.agreements, left_out)
 
 
 def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
-  """The links by their names, "1gbit" for instance, and the one of a profile, if given, as "profile"."""
+  """The link of each name, "1gbit" for instance, and the link of the profile, if given, as "profile"."""
   links = {}
   for name in names:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", name)
@@ -196,7 +197,7 @@ class _Kept:
     budget: float,
     progress: Callable[[str], object] | None,
   ) -> list[str]:
-    """Tries each method without a row; the names of those that were left out, for lack of time.
+    """Trains each method that has no row yet; returns the names of those for which no time was left.
 
     Args:
       config: what the race was asked for.
@@ -222,13 +223,13 @@ class _Kept:
     return left_out
 
   def _write(self) -> None:
-    """Replaces the file; an interruption leaves the one before."""
+    """Replaces the file; an interruption leaves the previous file."""
     if not self._path:
       return
     # Agreements are named tuples, which JSON has as lists.
     rows = [row._asdict() for row in self.rows.values()]
     content = {"key": self._key, "rows": rows, "agreements": self.agreements}
-    beside = self._path.with_name(f"{self._path.name}.new")
-    beside.write_text(json.dumps(content))
+    new_file = self._path.with_name(f"{self._path.name}.new")
+    new_file.write_text(json.dumps(content))
     # A rename is atomic: the file is never half written.
-    os.replace(beside, self._path)
+    os.replace(new_file, self._path)

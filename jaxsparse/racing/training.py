@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
   loss_fn: Callable[..., ArrayTree]  # as for `make_train_step`
   # (params), or (params, model_state) with a model state -> the loss on held-out data,
-  # or what `loss_of` takes it from
+  # or a value from which `loss_of` takes the loss
   evaluate: Callable[..., Any]
   where: Any  # a mesh, or a comm that knows its workers
   axis: str  # of the workers
@@ -45,16 +45,17 @@ class Setting(NamedTuple):
   named: dict[str, ArrayTree]  # arguments of each step, besides those below
   rng: jax.Array | None  # the key of the race, for `loss_fn`; None for no key
   model_state: ArrayTree  # before the first step; None for no model state
-  # what is kept of the optimizer state after each step
+  # optimizer state -> what to keep of it after each step; None keeps nothing
   read: Callable[[ArrayTree], ArrayTree] = lambda _: None
-  loss_of: Callable[..., float] = float  # what `evaluate` returns
+  loss_of: Callable[..., float] = float  # result of `evaluate` -> the loss
 
 
 class Program:
   """The steps of one method, at any rate and from any seed.
 
   Attributes:
-    setting: what all trainings have in common.
+    setting: what all trainings have in common, the loss and the workers for instance.
+      Its `read` takes from the optimizer state what is kept after each step.
     chain: rate -> the optax chain of the method.
     start: (rate, params) -> (params, optimizer state, model state) before the first
       step, jitted: what a `Training` has as `trained`.
@@ -105,6 +106,7 @@ class Program:
       # None, for no keys, is a tree without leaves, and stays None.
       key, batch = jax.tree.map(lambda x: x[index], (keys, batches))
       options = place | setting.options
+      # `run` donates its arguments: a step within it need not.
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       of_step = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(
@@ -114,11 +116,11 @@ class Program:
       rows = jax.tree.map(keep, setting.read(state), rows)
       return (params, state, metrics.model_state), rows
 
-    # Rows to overwrite, of the shapes and dtypes that the setting reads.
+    # Rows to overwrite, with the shapes and dtypes that `setting.read` returns.
     repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
     rows = jax.tree.map(repeat, setting.read(trained[1]))
-    # A loop to a traced `count`: a scan over the last steps, often fewer, would have
-    # other shapes and compile one more program.
+    # A loop to a traced `count`, since the last call often has fewer steps: a scan over
+    # them would have other shapes and compile one more program.
     return varying.fori_loop(0, count, one_step, (trained, rows))
 
 
@@ -133,12 +135,12 @@ class Training:
       key.
     batches: the batches of the steps to come, without end.
     trained: (params, optimizer state, model state) of all workers.
-    steps: after which the model was evaluated.
-    losses: after these steps, Inf where the loss is not finite.
-    seconds: the fewest that a step of all workers took here.
+    steps: the numbers of steps after which the model was evaluated.
+    losses: the held-out loss after each of `steps`, Inf where it is not finite.
+    seconds: seconds of a step of all workers on this machine, in the fastest call.
     tenth: the parameters at the first evaluation, after about a tenth of the steps of
       a race; None before it.
-    read: what the setting read of the state after each step since the last evaluation.
+    read: what `setting.read` returned after each step of the last call of the program.
     evaluated: what the last evaluation returned.
   """
 
@@ -155,22 +157,23 @@ class Training:
   evaluated: Any = None
 
   def go_on(self, until: int, every: int) -> None:
-    """Trains on to step `until`; the model is evaluated after each call of the program, of `every` steps or fewer."""
+    """Trains up to step `until` in calls of `every` steps, the last of fewer; evaluates the model after each call."""
     done = self.steps[-1] if self.steps else 0
     while done < until:
       count = min(every, until - done)
       begin = time.perf_counter()
-      # as many keys as the program takes, also if fewer steps are left
+      # The program takes `every` keys, also if fewer steps are left.
       steps = np.arange(done, done + every)
       keys = None if self.key is None else _fold(self.key, steps)
       # The last batch is repeated where `count` < `every`, and is trained on once.
       arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
+      # `dispatch`: programs in flight together can deadlock on CPU devices.
       run = self.program.run
       results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
       self.trained, rows = results
-      # Rows behind `count` are of no step.
+      # Rows behind `count` belong to no step.
       self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
-      # the least of all calls, since the first one compiles
+      # the fastest of all calls, since the first one compiles
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)
@@ -180,10 +183,11 @@ class Training:
         self.tenth = jax.tree.map(jnp.copy, self.trained[0])
 
   def _evaluate(self) -> float:
-    """The loss of the parameters on held-out data; Inf for NaN too, so that losses can be sorted."""
+    """The loss of the parameters on held-out data; Inf where it is NaN, so that losses can be sorted."""
     params, _, model_state = self.trained
     arguments = (params,) if model_state is None else (params, model_state)
     setting = self.program.setting
+    # The loss, or a value that also has it: `loss_of` takes the loss from it.
     self.evaluated = setting.evaluate(*arguments)
     loss = setting.loss_of(self.evaluated)
     return loss if math.isfinite(loss) else math.inf
@@ -197,8 +201,8 @@ class Training:
     params, state, _ = self.trained
     engine = self.program.setting.engine
     specs = jax.tree.broadcast(placed(state, engine.axis), state)
-    # Arrays with a spec that is not empty have rows of all P workers, of which one
-    # worker has 1/P; others are the same on every worker.
+    # An array whose spec is not empty has rows of all P workers, 1/P for each; other
+    # arrays are the same on every worker.
     size = lambda leaf, spec: leaf.nbytes / (engine.workers if spec else 1)
     total = sum(jax.tree.leaves(jax.tree.map(size, state, specs)))
     return total / count_entries(params)

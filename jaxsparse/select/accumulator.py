@@ -111,8 +111,8 @@ class TopKAccumulator:
     candidates = exact.find_candidates(blocks, least)
     if candidates is not None and least is not None:
       reaching = candidates
-      # A threshold of the last step that far too many entries reach: candidates are
-      # found anew, by a sample.
+      # Where too many entries reach a threshold of the last step, the threshold of the
+      # candidates comes from a sample.
       candidates = varying.cond(
         reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks)
       )
@@ -136,21 +136,21 @@ class TopKAccumulator:
       order = blocks.order[first:last]
       search_all = functools.partial(search_keys, self._keys_from, blocks, order)
       indices = exact.search_among(known, read, blocks, search_all, least)
-    # The searches of all entries of a row do not know `least`.
+    # The sort and `search_all` do not know `least`.
     if least is not None:
       reaches = keys_of(read(indices)) >= least[:, None]
       indices = jnp.where(reaches, indices, blocks.length)
     has_received = any(first < len(new) for new in self.new)
     if least is not None or has_received:
-      # A threshold leaves empty slots between entries, and received candidates are
-      # behind those of this worker.
+      # A threshold leaves empty slots between entries, and received entries are behind
+      # the candidates of this worker.
       indices = jnp.sort(indices, axis=1)
     return Sparse(indices, read(indices))
 
   def _known(
     self, candidates: exact.Candidates, first: int, last: int
   ) -> exact.Candidates:
-    """The candidates of some rows, and the entries that were received there."""
+    """The candidates of rows first … last − 1, with the entries received there appended."""
     known = [candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
       # Padded to all rows, and to a multiple of 256 slots: the search packs flags of
@@ -159,7 +159,7 @@ class TopKAccumulator:
       missing_slots = bitset.align(new.shape[1]) - new.shape[1]
       more = ((0, missing_rows), (0, missing_slots))
       known.append(jnp.pad(new, more, constant_values=self.blocks.length))
-    # `low` and `fits` are about all other entries, to which nothing was added.
+    # `low` and `fits` still hold: nothing was added to entries that are not in `known`.
     return candidates._replace(
       indices=jnp.concatenate(known, axis=1),
       low=candidates.low[first:last],
@@ -172,8 +172,8 @@ class TopKAccumulator:
     flat = self.blocks.flat_indices(entries.indices)
     before = self._read_at(flat)
     untouched = ~bitset.contains(self.touched, flat)
-    # Entries that no list of candidates has yet: only they have to be searched beside
-    # it.
+    # Entries that are neither candidates nor in an earlier `new`: `_known` appends them
+    # to the candidates.
     new = (
       untouched & ~bitset.contains(self.candidates.members, flat)
       if self.candidates
@@ -231,11 +231,11 @@ class TopKAccumulator:
     return keys_of(self._read_at(flat))
 
   def _read_at(self, flat: jax.Array) -> jax.Array:
-    """The current values of entries, from which sent ones are not subtracted."""
+    """The values of entries at flat indices, with what was received; sent entries are not subtracted. 0 at n."""
     _, residual = self.blocks.x.parts
     grads = sparse.read_at(self.grads, flat)
     sums = grads + sparse.read_at(residual, flat)
-    # Not the sum with 0 where touched: −0 + 0 would be 0.
+    # Not a sum with 0 in place of the residual where touched: −0 + 0 would be 0.
     return jnp.where(bitset.contains(self.touched, flat), grads, sums)
 
 
@@ -249,11 +249,11 @@ def pending_zeros(x: LazySum, indices: jax.Array) -> Pending:
 def pending_returned(
   x: LazySum, indices: jax.Array, sent: jax.Array, returned: Sequence[Sparse]
 ) -> Pending:
-  """The residual of a reduction that drops or rounds entries on their way.
+  """The residual after a reduction that drops or rounds entries on their way.
 
-  At the indices of the total it is 0 where this worker sent the entry, plus what was
-  returned to it. Elsewhere it is x, also where an entry was sent, since those who sent
-  entries that were dropped everywhere keep them.
+  At an index of the total the residual is x, or 0 if this worker sent the entry, plus
+  what was returned to this worker. Elsewhere it is x, even where this worker sent the
+  entry: an entry that every worker dropped stays with its senders.
 
   Args:
     x: f32[n], gradient + old residual.
@@ -262,8 +262,7 @@ def pending_returned(
     returned: entries that this worker dropped or rounded off, added in their order;
       each index once.
   """
-  # An index of the total has its slot by its rank among all of them, which are
-  # ascending.
+  # The indices of the total ascend, so the slot of an index is its rank among them.
   members = bitset.insert(bitset.empty(x.size), indices, x.size)
 
   def slots_of(flat: jax.Array) -> jax.Array:
@@ -284,7 +283,7 @@ def pending_returned(
 def pending_nonzero(
   x: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]
 ) -> Pending:
-  """The residual if entries of the total that are 0 count as not delivered: senders keep entries that add up to 0.
+  """The residual if entries of the total that are 0 are not delivered: senders keep entries that add up to 0.
 
   Args:
     x: f32[n], gradient + old residual.
@@ -347,10 +346,11 @@ class SparseReduced(Reduced):
     def commit(
       finite: jax.Array, _: Residual, decay: float
     ) -> tuple[jax.Array, jax.Array]:
+      # `Pending` has the residual before the step, so `_` is not read.
       pending = self.state.residual
       residual = materialize(pending, finite, decay)
-      # A 0 that depends on the new residual: all reads of `grads` precede the reuse of
-      # its buffer for the update.
+      # A 0 that depends on the new residual, so that all reads of `grads` precede the
+      # update, which reuses its buffer.
       zero = ordering.depend_on(residual[:1], jnp.float32(0))
       if rounding:
         error = decay * jnp.where(finite, exact - mean, 0.0)
@@ -362,11 +362,10 @@ class SparseReduced(Reduced):
     return mean, commit
 
   def add_to(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the entries in place."""
+    """The sum f32[n] of x and the total, in place, and the next residual before its decay."""
     indices, values = self.total
     total = sparse.add(x, indices, values)
-    # A NaN may be in an empty slot, which `add` drops; the total must show it all the
-    # same.
+    # A NaN may be in an empty slot, which `add` drops, and must not go unnoticed.
     total = jnp.where(all_finite(values), total, jnp.nan)
     return total, materialize(self.state.residual, jnp.bool_(True), 1.0)
 
@@ -375,7 +374,7 @@ class SparseReduced(Reduced):
   ) -> jax.Array:
     """The momentum with zeros where the next residual is not `grads + residual`.
 
-    That can only be at the entries that replace the sum, so no others are compared.
+    Only the entries of `Pending` can differ from the sum, so only they are compared.
     """
     indices, values = self.state.residual.entries
     before = sparse.read_at(grads, indices) + sparse.read_at(residual, indices)

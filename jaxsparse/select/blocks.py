@@ -185,7 +185,7 @@ def kth_largest(
     keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
     indices: i32[rows, c], at least 0, in any order; those of equal keys differ.
     k: i32[rows], or one number for all rows; at most as many keys as reach `low`.
-    low: i32[rows], or one number for all rows: where the search for the key begins.
+    low: i32[rows], or one number for all rows: the search by halves begins there.
 
   Example:
     >>> keys, indices = jnp.zeros((1, 256), jnp.int32).at[0, :3].set(jnp.array([7, 8, 7])), 255 - jnp.arange(256)[None]
@@ -202,7 +202,7 @@ def kth_largest(
     return search_by_halves(selects, k, low, high)
 
   def by_digits() -> Cut:
-    # The axis of length 1 is that of the cuts, several of which are tried at once.
+    # Axis 1 is for the cuts: a round tries several at once.
     selects = functools.partial(
       Cut.selects, keys=keys[:, None], indices=indices[:, None]
     )
@@ -224,7 +224,7 @@ def search_keys(
     order: i32[rows], the numbers of the blocks.
   """
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
-  # One cut a round: more would store as many rows of flags.
+  # One bit, so one cut a round: each cut stores a row of flags.
   by_digits = functools.partial(search_by_digits, bits=1)
   # By digits `top_k` of 2 M entries takes 2 to 3.7 times the CPU time; by halves a GPU
   # waits for the host in each round.
@@ -232,9 +232,9 @@ def search_keys(
 
   def search_row(start: jax.Array) -> jax.Array:
     def selects(cut: Cut) -> jax.Array:
-      # Keys are computed again in each round: a compiler that took them out of the loop
-      # would store them. XLA for TPUs removes barriers first, but does not know that
-      # the key is at least 0, so `here` plus a minimum of 0 depends on the round.
+      # The barrier keeps XLA from computing the keys before the loop, which would store
+      # them. XLA for TPUs removes barriers first, so a 0 that depends on the round is
+      # added to `here`: XLA does not know that the key is at least 0.
       cut, here = jax.lax.optimization_barrier((cut, start))
       # One cut, to which `search_by_digits` gives axes of length 1.
       key, last = (end.reshape(()) for end in cut)
@@ -258,8 +258,8 @@ def search_by_digits(
   those of the difference of the largest i32 and the last index.
 
   Args:
-    selects: which of the c keys of each row d cuts select, bool[rows, d, c] for a `Cut`
-      of i32[rows, d, 1].
+    selects: takes d cuts for each row, a `Cut` of i32[rows, d, 1], and returns which of
+      the c keys of the row each selects, bool[rows, d, c].
     k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where
       they are fewer.
     bits: bits of a digit; more are fewer rounds, of more cuts.
@@ -269,10 +269,12 @@ def search_by_digits(
   """
   shape = k.shape
   k = k.reshape(-1, 1)
-  digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]  # a constant: no kernel
+  # the digits to try, by numpy: a constant takes no kernel
+  digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]
   # Keys and indices have 31 bits.
   rounds = -(-31 // bits)
   rows = len(k)
+  # Padding to a multiple of 8 rows: the zeros of several searches are then one kernel.
   more = -len(k) % 8
   largest = jnp.iinfo(jnp.int32).max
   # A state, i32[2, rows, 1]: the key, and how far the last index is below the largest
@@ -284,15 +286,15 @@ def search_by_digits(
     # 1 for the half of the state that this round refines, the key or the index; else 0
     refined = (iota(2) == step // rounds).astype(jnp.int32)[:, None, None]
     shifted = digits << shift
+    # the state with each digit in place of the 0, i32[2, rows, digits]
     candidates = state[:, :rows] + refined * shifted
     counts = jnp.sum(selects(cut_at(candidates[..., None])), axis=2, dtype=jnp.int32)
-    # a digit may be beyond 31 bits
+    # In the first round of each half large digits exceed 31 bits, and do not count.
     enough = (counts >= k) & (shifted >> shift == digits)[0]
-    # `enough` is true up to the digit that is sought, so their number is this digit.
+    # True up to the digit that is sought, so the number of true ones is this digit.
     digit = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
     return state + refined * jnp.pad(digit, ((0, more), (0, 0)))[None]
 
-  # In rows of 8, so that one kernel makes the zeros of several searches.
   start = jnp.zeros((2, rows + more, 1), jnp.int32)
   cut = cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
   return jax.tree.map(lambda end: end.reshape(shape), cut)
@@ -315,8 +317,8 @@ def search_by_halves(
 
   def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Halves the range low … high: of the key of the cut first; then, with `ties`, of minus its last index."""
-    # Two searches, one after the other: `ties` says which one a row is in. `_LAST` is
-    # above every index.
+    # A row searches for the key, then, with `ties`, for the last index at that key.
+    # `_LAST` is above every index.
     low, high, key, ties = state
     middle = low + (high - low) // 2  # not (low + high) // 2, which may overflow
     last = jnp.where(ties, -middle, _LAST)

@@ -123,8 +123,8 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
   # deviation is the root of its mean.
   mean = size * k / length
   rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
-  # As many entries of the block as there are in the sample up to `rank`, with its
-  # deviation, in proportion.
+  # `rank` entries of the sample reach the threshold: in proportion, and with a
+  # deviation, these are the entries of the block that do.
   slots = bitset.align(int(k * (rank + _DEVIATIONS * rank**0.5 + 1) / mean))
   # A short block is sorted whole. Candidates that are half of a block, or more, save
   # nothing.
@@ -174,7 +174,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   if plan is None:
     return None
   size, rank, capacity = plan
-  # of each block in the order of blocks, which rows are not in
+  # the threshold of each block, in the order of blocks; rows have another order
   by_block = (
     _estimate_keys(blocks, size, rank)
     if low is None
@@ -186,22 +186,23 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     by_block, n, length
   )
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
-  # The candidates of all blocks, ascending; empty slots hold n or more. A word of two
-  # blocks may have up to 32 more candidates (`_low_of_words`).
+  # The candidates of all blocks, ascending; empty slots hold n or more. There may be 32
+  # more for each block, from a word that lies in two blocks (`_low_of_words`).
   flat = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   # the flat indices at which blocks begin, and the end of the last one
   edges = jnp.minimum(iota(rows + 1) * length, n)
-  # Ranks in the bitset: a binary search in `flat` would be 8 kernels more on a GPU, and
-  # save 3 % of the CPU time of this function.
+  # The slot of `flat` at which each block starts, as a rank in the bitset: a binary
+  # search would run 8 more kernels on a GPU, and save 3 % of the CPU time here.
   starts = bitset.rank(members, edges)
-  # candidates of a row: slots begin … end − 1 of the list
+  # candidates of a row: slots begin … end − 1 of `flat`
   begin = starts[blocks.order]
   end = starts[blocks.order + 1]
   slots = begin[:, None] + iota(capacity)[None]
   starts_of_rows = (blocks.order * length)[:, None]
   relative = flat[jnp.minimum(slots, flat.size - 1)] - starts_of_rows
-  fits = (end - begin <= capacity) & (end < flat.size)  # else the list may be cut
+  # A row that ends at the last slot of `flat` may be cut off.
+  fits = (end - begin <= capacity) & (end < flat.size)
   indices = jnp.where(slots < end[:, None], relative, length)
   # With a given threshold fewer than k entries may reach it, so none are needed.
   needed = jnp.int32(blocks.k if low is None else 0)
@@ -212,21 +213,21 @@ def _estimate_keys(blocks: Blocks, size: int, rank: int) -> jax.Array:
   """The `rank`-th largest key, at least 1, of a sample of `size` entries of each block, i32[rows]."""
   length = blocks.length
   rows = blocks.order.size
-  # One at random from each of equal parts of a block, so that periodic data give a fair
-  # sample. The seed is a constant, so that every program draws the same positions.
+  # A random entry of each of `size` equal parts of a block, so that periodic data give
+  # a fair sample. The seed is `length`, so that all programs draw the same entries.
   parts = np.arange(size) + np.random.default_rng(length).random(size)
   positions = np.minimum(parts * length / size, length - 1)
   sample = jnp.array(positions, jnp.int32)[None]
   starts = length * iota(rows)[:, None]
   keys = keys_of(blocks.x.read_at(sample + starts))
   slots = jnp.broadcast_to(iota(size), keys.shape)
-  # so few that a GPU sorts them in one kernel
+  # a GPU sorts so few keys in one kernel
   by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]
   by_search = lambda keys: kth_largest(keys, slots, rank).key[:, 0]
   # By search an update of SparDL moves 1.4 times the bytes.
   cut = _compat.by_platform(gpu=by_sort, default=by_search)(keys)
-  # Never 0: the candidates of a block of few non-zero entries would fill the slots of
-  # other blocks with zeros.
+  # Never 0: the zeros of a block with few other entries would all become candidates,
+  # and take the slots of other blocks.
   return jnp.maximum(cut, 1)
 
 
@@ -279,8 +280,8 @@ def search_among(
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are
     selected; `length` in empty slots.
   """
-  # On a GPU the way of CPUs runs 23 % more kernels; on a CPU the way of GPUs takes 1.4
-  # times the time.
+  # On a GPU `_by_count_with_zeros` runs 23 % more kernels; on a CPU `_by_order` takes
+  # 1.4 times the time.
   search = _compat.by_platform(
     gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros
   )
@@ -313,8 +314,8 @@ def _by_order(
     (i32[rows, k], i32[rows]): the entries, `length` in empty slots; and k where they
     are proven to be the k largest, else 0.
   """
-  # Zeros are selected only where all entries that are not 0 are known; the zeros of
-  # lowest index that are then needed are among the first k entries of the block.
+  # A row of fewer than k non-zero entries is filled up with its first zeros, which are
+  # among the first k entries of the block.
   k = blocks.k
   length = blocks.length
   known = indices.shape[1]
@@ -326,17 +327,18 @@ def _by_order(
   padded = jnp.pad(indices, ((0, 0), (0, width)))
   indices = jnp.where(is_candidate, padded, slots - known)
   keys = keys_of(read(indices))
-  # A candidate that is 0 by now counts among the first k entries only, not twice.
+  # A candidate that has become 0 counts among the first k entries only, not twice.
   is_zero = (indices < k) & (keys == 0)
   is_entry = (indices < length) & (keys > 0)
   keys = jnp.where(jnp.where(is_candidate, is_entry, is_zero), keys, -1)
   cut = kth_largest(keys, indices, k)
   chosen = cut.selects(keys, indices)
-  # k candidates reach `low`, and entries that are not candidates do not.
+  # Proven: k candidates reach `low`, and all other entries are below it.
   is_full = cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
-  # With zeros in the order of indices, else in that of the slots.
+  # In the order of slots if no zeros are selected, else in that of indices, since zeros
+  # have the last slots. Entries that are not chosen are sorted to the end.
   by_slot = is_full.all() | (least is not None)
   order = jnp.where(chosen, jnp.where(by_slot, slots, indices), _NO_SLOT)
   order = jax.lax.sort(order, is_stable=False)[:, :k]
@@ -374,7 +376,7 @@ def _by_count(
   Returns:
     (i32[rows, k], i32[rows]): the entries, `length` in empty slots; and the number of
     candidates that reach `low`, or k where no entry besides candidates can be selected:
-    with `least` and a `low` of 1, since zeros do not reach `least`.
+    with `least` and a `low` of 1: the other entries are zeros, which are below `least`.
   """
   keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
   # Not all entries below `low` are candidates, so the candidates there prove nothing.
@@ -395,10 +397,10 @@ def _by_count_with_zeros(
   blocks: Blocks,
   least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_by_count`; where fewer than k entries are not 0, with zeros of the lowest indices. Arguments as there.
+  """As `_by_count`, but rows of fewer than k non-zero entries are filled up with their first zeros.
 
-  These zeros are among the first k entries of the block. Not on TPUs, where the sort
-  compiles for long.
+  These zeros are among the first k entries of the block. Not used on TPUs, where the
+  sort takes long to compile.
   """
   largest, reached = _by_count(indices, low, read, blocks, least)
 
@@ -409,19 +411,22 @@ def _by_count_with_zeros(
 
   if least is None:
     largest = varying.cond((reached < blocks.k).any(), add_zeros, lambda: largest)
-  # Where `low` is 1, the smallest key above 0, all others are zeros: proven. Elsewhere
-  # fewer than k reached make `search_among` search all entries.
+  # Where `low` is 1, the smallest key above 0, all entries besides candidates are 0:
+  # proven. Elsewhere, if fewer than k reach `low`, `search_among` searches all entries.
   return largest, jnp.where(low == 1, blocks.k, reached)
 
 
 def _append(
   chosen: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """`chosen` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
-  # Entries that find no slot below k are dropped.
+  """`chosen` [rows, k] with the flagged entries of `new` [rows, c] in the slots from `filled` i32[rows] on.
+
+  Entries for which no slot is left are dropped.
+  """
   rows, k = chosen.shape
   ones = flags.astype(jnp.int32)
-  # flagged entries before each one, in all rows so far; less those of earlier rows
+  # Flagged entries before each entry in all rows; `before[:, :1]` are those of earlier
+  # rows.
   before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
   slot = filled[:, None] + before - before[:, :1]
   # slots of all rows in one vector: a scatter into a vector is fewer operations
@@ -467,10 +472,10 @@ def sort_rows(keys: jax.Array, k: int) -> jax.Array:
       (−1) would tie with a zero.
     k: at most c.
   """
-  # As floats, of which compilers have a fast top_k, while they sort integers. One below
-  # the key, so that the key of NaN becomes infinity: XLA for GPUs ranks NaN last where
-  # it selects a few without sorting. Small keys become subnormal floats, which top_k
-  # keeps in order; a key of 0 or less becomes −1, below all others.
+  # Keys as the bits of floats: compilers have a fast top_k for floats, none for
+  # integers. Less 1, so that the key of NaN becomes infinity: XLA for GPUs ranks NaN
+  # last where it selects a few without sorting. Small keys become subnormal floats,
+  # which top_k keeps in order; a key of 0 or less becomes −1, below all others.
   below = jax.lax.bitcast_convert_type(keys - 1, jnp.float32)
   _, largest = jax.lax.top_k(jnp.where(keys > 0, below, -1), k)
   return jnp.sort(largest, axis=-1)
@@ -486,13 +491,13 @@ def top_k_of_entries(
 
   Args:
     entries: [c], each index once; empty slots anywhere.
-    k: i32[], at most `slots`; if there are fewer entries, all are kept.
+    k: i32[], at most `slots`; all entries are kept if they are fewer.
     slots: number of slots of the result.
     end: length of the vector.
 
   Returns:
-    (kept, rest): [slots] entries, in their order, empty slots last, and [c], those of
-      `entries` that were not kept.
+    (kept, rest): [slots] entries, in their order, empty slots last; and `entries` [c]
+    with empty slots in place of the kept ones.
 
   Example:
     >>> entries = Sparse(jnp.array([0, 1, 9, 3]), jnp.array([1.0, -3.0, 0.0, 2.0]))
@@ -507,7 +512,7 @@ def top_k_of_entries(
   indices = jnp.pad(entries.indices, more)[None]
   count = jnp.minimum(k, sparse.count(entries, end))
   cut = kth_largest(keys, indices, count)
-  # the cut of k = 0 is that of k = 1
+  # For k = 0 `kth_largest` selects as for k = 1.
   chosen = cut.selects(keys, indices)[0, :size] & (count > 0)
   kept = sparse.compress(entries, chosen, slots, end)
   return kept, sparse.where(~chosen, entries, end)

@@ -75,7 +75,7 @@ def largest_of_chunks_at_once(blocks: Blocks) -> jax.Array:
   count = blocks.order.size
   mask = _mask(length, chunks)
   rows = -(-length // chunks)
-  # a key of −1 is below every entry's
+  # −1 is below the key of every entry
   pad = functools.partial(jnp.pad, constant_values=-1)
   keys = pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size))
   # [count, rows, chunks]: a chunk is a column. The first padding filled the last block,
@@ -124,7 +124,7 @@ def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   row_of = jnp.array(column // chunks if width > chunks else 0)
 
   def key_of(values: jax.Array, first: jax.Array) -> jax.Array:
-    """Ascends with the magnitude, then descends with the row; the values start at `first` of the block."""
+    """Keys that ascend with the magnitude, and of equal ones descend with the row; values start at index `first`."""
     return coarse(keys_of(values), length, chunks) | (mask - first // chunks - row_of)
 
   def compare(count: int) -> Callable:
@@ -138,7 +138,7 @@ def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
     return step
 
   best = jnp.full(width, -1, jnp.int32)
-  # four strips at a time, then the up to three that are left, then a part of one
+  # four strips at a time, then up to three single ones, then the entries that are left
   fours = filled // (_STRIPS * width)
   best = varying.fori_loop(0, fours, compare(_STRIPS), best)
   best = varying.fori_loop(fours * _STRIPS, filled // width, compare(1), best)
@@ -195,13 +195,13 @@ class ChunkAccumulator:
     return _rows(self.best, first, last)
 
   def add(self, entries: Sparse) -> Self:
-    """Adds [r, k] entries to the first r rows."""
+    """Adds received [r, k] entries to the first r rows; those that are larger become the known entry of their chunk."""
     rows = len(entries.indices)
     length = self.blocks.length
     k = self.blocks.k
     values = self._current_values(entries.indices) + entries.values
     known = _rows(self.best, 0, rows)
-    # Compared without the last bits, as in the first search of chunks.
+    # compared without the low bits, as in `largest_of_chunks`
     magnitudes = lambda values: coarse(keys_of(values), length, k)
     larger = magnitudes(values) > magnitudes(known.values)
     # An entry that was known already is replaced by its sum, whatever its size.
@@ -210,14 +210,16 @@ class ChunkAccumulator:
       jnp.where(wins, entries.indices, known.indices),
       jnp.where(wins, values, known.values),
     )
+    # None: up to the last row
     best = sparse.concatenate([best, _rows(self.best, rows, None)])
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
-    """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial.
+    """The next residual: the current value less what was sent where delivered, elsewhere the initial value.
 
     Args:
-      delivered: i32[rows, k], block-relative, where the total delivers entries.
+      delivered: i32[rows, k], the block-relative index that the total delivers of each
+        chunk; the block's length or more for none.
       sent: [rows, k] entries that were sent, with the rounding error of each value.
     """
     # Where this worker sent the delivered entry, it keeps only the rounding error.
@@ -229,7 +231,7 @@ class ChunkAccumulator:
     return Pending(grads, residual, entries)
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
-    """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""
+    """The values at i32[r, k] indices of the first r rows, with what was received; sent entries are not subtracted."""
     values = self.blocks.x.read_at(self.blocks.flat_indices(indices))
     # Adds what was received at these very indices.
     for added in self.added:

@@ -120,7 +120,7 @@ class Reuse(Selector):
     return TopKAccumulator.start(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
 
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
-    """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
+    """The thresholds of the next step: raised as magnitudes grow, lowered if fewer than k entries reached them.
 
     If all k slots of a row are filled, the threshold is the smallest selected
     magnitude, times the square root of its growth since the last step, a growth of 1 …
@@ -129,6 +129,12 @@ class Reuse(Selector):
     are filled, the threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them
     are, for example after a spike, the threshold is far too high: it becomes 0, and the
     next step selects as `Exact` does.
+
+    Args:
+      memory: f32[rows] each: `bounds`, the thresholds of this step, and `levels`, the
+        smallest magnitudes selected in the last step, 0 after fewer than k entries.
+      chosen: [rows, k] entries of this step.
+      length: of a block; an empty slot has this index or a larger one.
 
     Example:
       >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
@@ -141,12 +147,10 @@ class Reuse(Selector):
     magnitudes = jnp.where(valid, jnp.abs(chosen.values), jnp.inf)
     least = jnp.min(magnitudes, axis=1)
     full = count == k
-    # Twice at most: a spike would raise the threshold beyond the magnitudes of usual
-    # steps.
+    # At most 2: a spike would raise the threshold far beyond usual magnitudes.
     growth = jnp.where(
       memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0
     )
-    # From 3/4 with no entry to 1 with k of them.
     factor = 0.75 + count.astype(jnp.float32) / (4 * k)
     lower = jnp.where(2 * count < k, 0.0, memory.bounds * factor)
     # At most the largest finite number: no entry would reach infinity.

@@ -37,9 +37,9 @@ def select_reaching(x: LazySum, threshold: jax.Array) -> jax.Array:
 def choose_reaching(
   x: LazySum, last: jax.Array, is_exact: jax.Array, k: int, most: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The entries that reach the last threshold or, where `is_exact`, the k-th largest magnitude.
+  """The entries that reach the last threshold or, if `is_exact`, the k-th largest magnitude.
 
-  If more than `most` entries do, the `most` largest, ties to the lowest index.
+  If more than `most` entries reach it, the `most` largest, ties to the lowest index.
 
   Args:
     x: f32[n].
@@ -49,8 +49,8 @@ def choose_reaching(
     most: at most n.
 
   Returns:
-    (threshold f32[], the bitset of the entries, the number that reach the threshold
-    i32[]).
+    (threshold f32[], the bitset of the selected entries, and the number of entries that
+    reach the threshold, i32[], which may exceed `most`).
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 4.0, 3.0]),))
@@ -60,9 +60,8 @@ def choose_reaching(
   """
 
   def search() -> tuple[jax.Array, jax.Array, jax.Array]:
-    # One search serves both: the threshold of an exact step, and the cut where too many
-    # reach it.
-    # The k-th largest magnitude is among the `most` largest, since k ≤ most.
+    # One top-k serves both cases: the `most` largest entries contain the k-th largest
+    # magnitude, and are the selection where too many entries reach the threshold.
     largest = top_k(x, most)
     threshold = jnp.where(is_exact, kth_magnitude(largest, k, x.size), last)
     reach = select_reaching(x, threshold)
@@ -99,9 +98,9 @@ def largest_that(
 ) -> jax.Array:
   """The largest numbers below 2^bits for which `holds`, integers like `zero`; 0 where it holds for none.
 
-  A number above one for which it does not hold must not be one for which it does. One
-  bit after the other: a loop of constant length, since in one of unknown length a GPU
-  waits for the host.
+  `holds` is monotone: false for a number, it is false for all larger ones. The bits are
+  found from the highest to the lowest, in a loop of constant length: a loop of unknown
+  length makes a GPU wait for the host.
 
   Example:
     >>> largest_that(lambda x: x * x <= 50, jnp.int32(0), bits=4)
@@ -154,12 +153,13 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
 
   Args:
     entries: [c], in ascending order; empty slots are last.
-    starts: i32[r + 1], of `region_starts`.
+    starts: i32[r + 1], the slot of `entries` at which each region starts, and the end of
+      the last one (`region_starts`).
     capacity: slots of a region.
     end: length of the vector.
 
   Returns:
-    [r, capacity] entries.
+    [r, capacity] entries, one region a row.
 
   Example:
     >>> entries = Sparse(jnp.array([0, 1, 2, 4]), jnp.array([3.0, 2.0, 3.0, 4.0]))
@@ -175,7 +175,7 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
   )
   slots = starts[:-1, None] + iota(capacity)[None]
   inside = slots < starts[1:, None]
-  # Slots behind a region read any entry, which becomes an empty slot.
+  # Slots behind the end of a region read slot 0, and become empty.
   at = jnp.where(inside, slots, 0)
   return sparse.where(inside, jax.tree.map(lambda x: x[at], entries), end)
 
@@ -205,8 +205,8 @@ def _cut_regions(
   # the largest key that `kept` entries of a region reach, for each entry of the region
   has_enough = lambda key: count(keys >= key[region]) >= kept
   key = largest_that(has_enough, zero, bits=31)[region]
-  # Entries with that very key count up to a slot: the last one with no more entries
-  # than `kept`.
+  # Entries with that very key are kept below slot `last`, the largest slot at which no
+  # more than `kept` entries are kept.
   is_tie = keys == key
   reaches = lambda last: (keys > key) | (is_tie & (slots < last[region]))
   fits = lambda last: count(reaches(last)) <= kept

@@ -173,8 +173,8 @@ def merge(rows: Sparse, end: int) -> Sparse:
     >>> jax.jit(merge, static_argnames="end")(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
-  # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that
-  # they come from as well.
+  # Behind a barrier, XLA for GPUs stores the rows once, and need not keep the messages
+  # from which they are decoded.
   rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
@@ -184,19 +184,19 @@ def merge(rows: Sparse, end: int) -> Sparse:
 
   # row after row, since `insert` takes no member twice
   members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
-  # No more different indices than the vector has; slot number `slots` is dropped.
+  # There are at most `end` different indices. Writes to slot `slots` are dropped.
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
-  # Barriers order what XLA for GPUs would have in memory all at once: the slots, the
-  # values of the sum, its indices.
+  # The barriers make slots, values and indices one after the other: XLA for GPUs would
+  # have all their intermediate arrays in memory at once.
   slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
   filled = lambda size: iota(slots) < size
   add_row = lambda values, row: (add(values, *row), None)
-  # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
+  # Sums start at −0, since −0 + x is x for every x, while 0 + −0 is 0.
   start = jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0))
   values, _ = varying.scan(add_row, start, (slot, rows.values))
   slot, size, values = jax.lax.optimization_barrier((slot, size, values))
-  # 0 in the slots that are written next, `end` in empty ones.
+  # `end` in empty slots; the 0 of other slots is overwritten.
   indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
   # Workers that send the same index write the same number to its slot.
   flat = rows.indices.reshape(-1)

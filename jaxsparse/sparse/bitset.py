@@ -39,7 +39,7 @@ def pack(flags: jax.Array) -> jax.Array:
     >>> pack(jnp.array([True, False, True]))[:2]
     Array([5, 0], dtype=uint32)
   """
-  # all rows as one: XLA on CPU compiles a batch of them to slower code
+  # all rows as one: XLA on CPU compiles a batch of rows to slower code
   flat = flags.reshape(-1)
   # The product takes an update of SparDL 3 times the CPU time, and its search for
   # candidates on an H100 1.5 times the bytes.
@@ -50,38 +50,39 @@ def pack(flags: jax.Array) -> jax.Array:
 def _pack_by_product(flags: jax.Array) -> jax.Array:
   """`pack` on TPUs, by a product with a matrix: each half of a word is a sum of 16 powers of two, exact in float32.
 
-  Rows of 32 flags, one for each word, would compile for minutes on a TPU, whose vectors
-  have 128 lanes, and so would quotients of indices. So rows are of 32 × 128 flags.
+  Flags are handled in rows of 32 × 128, which become 128 words. A TPU has vectors of
+  128 lanes: rows of 32 flags, one a word, would compile for minutes, and so would
+  quotients of indices.
   """
   # Whole rows, each of which becomes 128 words.
   padded = jnp.pad(flags, (0, -flags.size % _ROW))
   rows = padded.reshape(-1, BITS, _LANES)
-  # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + lane / 32; all by
-  # shifts.
+  # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + ⌊lane / 32⌋, both by
+  # shifts and masks.
   row, lane, half = (
     jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis)
     for axis in range(3)
   )
-  # First the lower halves of the words of a row of 4,096 flags, then the upper ones.
+  # The 256 results of a row: the lower halves of its words, then the upper halves.
   in_word = (row << 2 | lane >> 5) == (half & _LANES - 1)
   in_half = (lane >> 4 & 1) == half >> 7
   # Powers up to 2¹⁵, and flags, are exact in bfloat16.
   power = (1 << (lane & 15)).astype(jnp.float32)
   weights = jnp.where(in_word & in_half, power, 0.0).astype(jnp.bfloat16)
-  # Sums over both axes of the flags of a row.
+  # contracts both axes of a row of flags, without batch axes
   both = (((1, 2), (0, 1)), ((), ()))
   halves = jax.lax.dot_general(
     rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32
   )
   lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
-  # Without the words that only the padding to whole rows fills.
+  # without the words that consist of padding only
   return (lower | upper << 16).reshape(-1)[: align(flags.size) // BITS]
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
-  """`pack` on CPUs and GPUs: the last, partial group of 256 flags is padded and packed apart from the others.
+  """`pack` on CPUs and GPUs: the last, partial group of 256 flags is padded and packed alone.
 
-  Padding all flags would copy them: 1.2 times the CPU time of an update of SparDL.
+  Padding all flags would copy them: an update of SparDL takes 1.2 times the CPU time.
   """
   rest = flags.size % (GROUP * BITS)
   whole = flags.size - rest
@@ -137,8 +138,8 @@ def count_true(flags: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   count_packed = lambda flags: count(pack(flags))
-  # On CPU a sum stores the flags: an update of A2SGD needs 1.16 n of temporary memory in
-  # place of 1.00.
+  # On CPU a sum stores the flags: an update of A2SGD needs 1.16 n of temporary memory
+  # in place of 1.00 n.
   return _compat.by_platform(
     cpu=count_packed, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
   )(flags)
@@ -164,7 +165,8 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
   index = iota(BITS * words.size)
   word = index >> _LOG_BITS
-  # The word of each index, shifted so that the bit of the index is the highest.
+  # The word of each index, shifted so that the bit of the index is the highest: only
+  # members up to the index are left in it.
   above = BITS - 1 - (index & BITS - 1)
   up_to = words[word] << above.astype(jnp.uint32)
   counts = _members(words)
@@ -177,7 +179,10 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
 
 
 def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax.Array:
-  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot.
+  """`nonzero`: finds the group of words of each slot, then its word in the group, then its bit in the word.
+
+  Each group marks the slot of its first member; the running sum of the marks, less 1,
+  is the group of each slot.
 
   Args:
     words: u32[words], a multiple of `group`.
@@ -194,8 +199,8 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     .at[starts]
     .add(1, mode="drop", indices_are_sorted=True)
   )
-  # Groups without a member mark the slot of the next one, which counts for the last of
-  # them.
+  # Groups without members mark the same slot as the next group that has some; the sum
+  # counts all these marks, so the slot gets the last of these groups.
   group_of_slot = running_sum(marks) - 1
   # The rank of the slot's member in its group. The loop subtracts the members of each
   # word that it passes: the member is in the word where 0 ≤ rank < members.
@@ -207,7 +212,7 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   for offset in range(group):
     candidate = words[first + offset]
     members = _members(candidate)
-    # true for one of the words of a group
+    # true for one word of the group
     inside = (ordinal >= 0) & (ordinal < members)
     word = jnp.where(inside, first + offset, word)
     bits = jnp.where(inside, candidate, bits)
@@ -217,8 +222,8 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   members_in_order = jnp.where(slots < ends[-1], member, BITS * words.size)
   if slots.size == capacity:
     return members_in_order
-  # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length
-  # that does not fill the vectors.
+  # A scatter in place of a slice: XLA would fuse a slice with the search, whose length
+  # would then no longer fill vector registers.
   return (
     jnp.zeros(capacity, jnp.int32)
     .at[slots]
@@ -227,7 +232,7 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
 
 
 def _bit_of_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
-  """The number of the bit that has `rank` set bits below it, in each word: half of the rest at a time."""
+  """The position of the set bit that has `rank` set bits below it, in each word, by binary search."""
   position = jnp.zeros(word.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):
     low = word & jnp.uint32((1 << width) - 1)
@@ -240,13 +245,13 @@ def _bit_of_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
-  """The number of members below each of many indices, i32 like them.
+  """The number of members below each index, i32 like `indices`.
 
   Example:
     >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2, 999]))
     Array([0, 1, 1, 2], dtype=int32)
   """
-  # An index beyond the end has all members below it: bit 32 of the last word.
+  # An index beyond the end counts as bit 32 of the last word: all members are below.
   word = jnp.minimum(indices >> _LOG_BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   lower_bits = (jnp.uint32(1) << (bit & BITS - 1)) - 1
@@ -284,7 +289,7 @@ def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
   for step in (1, 2, 4, 8, 16, 32, 64):
     shifted = jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))
     sums += shifted
-  # what all rows before each one add: a running sum of 1/128 as many numbers
+  # adds the total of all earlier rows to each row
   if x.size > _LANES:
     totals = sums[:, -1]
     sums += (_running_sum_of_lanes(totals) - totals)[:, None]
@@ -298,7 +303,7 @@ def _running_sum_of_rows(x: jax.Array) -> jax.Array:
   width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
   column = iota(width)
-  # a product with a triangle of ones: entry [r, i, j] is x[r, j] where j ≤ i
+  # A product with a triangle of ones: term [r, i, j] is rows[r, j] if j ≤ i, else 0.
   terms = jnp.where(column[:, None] >= column[None], rows[:, None], 0)
   sums = jnp.sum(terms, axis=2, dtype=jnp.int32)
   if len(rows) == 1:
@@ -322,7 +327,7 @@ def of_indices(indices: np.ndarray, words: int) -> np.ndarray:
 
 
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
-  """Whether each index is a member, bool like them; none beyond the end is.
+  """Whether each index is a member, bool like `indices`; false beyond the end.
 
   Example:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
@@ -336,11 +341,12 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
-  """The set with more members, each given once and not in it before; indices from n on are left out.
+  """The set with more members.
 
   Args:
     words: u32[words], the set.
-    indices: i32 of any shape.
+    indices: i32 of any shape: the new members, each once, none in the set before;
+      indices of n or more are left out, and may repeat.
     n: the end of the indices.
 
   Example:

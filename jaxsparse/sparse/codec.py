@@ -119,8 +119,8 @@ class _Formatted:
 
   def words(self, rows: int, capacity: int) -> int:
     """The 4-byte words of a message of `rows` rows of `capacity` slots."""
-    # Values of 8 bits or more are arrays of whole bytes, where the next row begins in
-    # the same word; fewer bits are packed row by row, each in words of its own.
+    # Values of 8 bits or more are arrays of whole bytes, where rows may share a word.
+    # Values of fewer bits are packed row by row, into whole words for each row.
     values = (
       rows * fields.words(self.format.bits, capacity)
       if self._is_packed
@@ -179,20 +179,19 @@ class _IndexSet(_Formatted):
     assert message.high is not None
     rows, count = message.high.shape
     capacity = message.capacity
-    # A row has as many bits as slots, or it is no message: `Comm.permute` returns zeros
-    # where nothing arrives, and a faulty peer may send anything. Such a row is empty,
-    # and the rows behind it keep their slots, since a set of the right size takes the
-    # place of its own.
+    # A valid row has as many set bits as slots. `Comm.permute` returns zeros where no
+    # message arrives, and a faulty peer may send anything. An invalid row is read as
+    # empty: its bitset is replaced by one with `capacity` set bits, since `_buckets`
+    # finds the slots of later rows by counting bits.
     is_valid = (bitset.count(message.high) == capacity)[:, None]
     first_bits = bitset.of_indices(np.arange(capacity), count)
     high = jnp.where(is_valid, message.high, first_bits[None])
-    # The rows of all workers may have more bits than i32 can number: as many rows at a
-    # time as it can.
+    # As many rows at a time as have bits that i32 can number.
     at_once = max(1, _MOST_BITS // (bitset.BITS * count))
     pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
     bucket = jnp.concatenate([_buckets(piece, capacity) for piece in pieces])
     low = low_bits(capacity, self.length)
-    # At most the last bucket, so that the shift does not overflow.
+    # A faulty row may have buckets beyond the last one, whose shift would overflow.
     bucket = jnp.minimum(bucket, self.length >> low)
     lows = fields.unpack(message.low, low, capacity).astype(jnp.int32)
     indices = jnp.minimum(bucket << low | lows, self.length)
@@ -219,7 +218,7 @@ class _ByChunk(_Formatted):
     """The indices of a message, i32[rows, chunks]; `length` or more in empty slots."""
     chunks = message.capacity
     positions = fields.unpack(message.low, self._bits(chunks), chunks)
-    # A peer may send anything: a larger number is an empty slot, too.
+    # A faulty peer may send larger numbers, which are empty slots, too.
     positions = jnp.minimum(positions.astype(jnp.int32), self._no_position(chunks))
     return positions * chunks + iota(chunks)[None]
 
@@ -252,7 +251,7 @@ def codec_of(
       c, j + 2c, … of the block.
 
   Returns:
-    A codec has these attributes and methods; the shapes of a message do not depend on
+    A codec, with these attributes and methods; the shapes of a message do not depend on
     the entries.
 
     - `length` and `rounds`, whether values are rounded.

@@ -51,7 +51,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
   # None of the given entries is 0, so 1 less loses nothing and has fewer bits.
   numbers = numbers - np.uint32(1)
   width = _width(numbers)
-  # What is above the low bits is again an array of which most entries are 0.
+  # The high bits are again an array of which most entries are 0: the next level.
   high = numbers >> width
   above = np.flatnonzero(high != 0)
   mask = np.uint32((1 << width) - 1)
@@ -105,8 +105,7 @@ def after(
 ) -> list[np.ndarray]:
   """New arrays: the inverse of `difference`."""
   new = [array.copy() for array in old]
-  # The pieces in which `difference` packed arrays; views of `new`, which is written in
-  # place.
+  # The pieces that `difference` packed; they are views, so this writes into `new`.
   for piece in _pieces(new):
     changed, numbers, words = unpack(words)
     # undoes the zigzag: 1, 2, 3, 4 are −1, 1, −2, 2
@@ -118,11 +117,11 @@ def after(
 def each_piece(
   function: Callable[..., Any], *arrays: Sequence[np.ndarray]
 ) -> list[Any]:
-  """The results of `function` for each piece of arrays, in their order; threads compute large pieces.
+  """The results of `function` for each piece of the arrays, in their order; large pieces run in threads.
 
   Args:
     function: takes a piece of each of `arrays`; a piece has at most 2²² entries.
-    *arrays: sequences of as many arrays each; those at one position have one length.
+    *arrays: sequences of equally many arrays; arrays at one position have one length.
   """
   pieces = list(map(_pieces, arrays))
   # Large pieces run in parallel, since numpy and hashlib release the GIL on large
@@ -134,13 +133,13 @@ def each_piece(
 
 
 def compress(words: np.ndarray) -> np.ndarray:
-  """Words in the fewest of three forms: as they are, where most are 0, or where each block has two values, as of signs.
+  """Words in the smallest of three forms: unchanged, for mostly zeros, or for two values in a block, as signs have.
 
   Args:
     words: u32[n].
 
   Returns:
-    u32[m], the number of the form first; `expand` needs n, too.
+    u32[m], the number of the form, then the form; `expand` also needs n.
 
   Example:
     >>> signs = np.where(np.arange(8192) % 3 == 0, np.float32(0.5), np.float32(-0.5)).view(np.uint32)
@@ -148,7 +147,7 @@ def compress(words: np.ndarray) -> np.ndarray:
     >>> packed.size, np.array_equal(expand(packed, 8192), signs)
     (261, True)
   """
-  # By the number of the form, which is the first word of the result.
+  # each form by its number
   forms = {0: words}
   if 2 * np.count_nonzero(words) < words.size:
     forms[1] = difference([np.zeros_like(words)], [words])
@@ -206,38 +205,38 @@ def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
-  """The words of one piece of `difference`: the changed indices, and their differences as unsigned numbers."""
+  """The words of one piece of `difference`: changed indices and zigzag-coded differences."""
   changed = np.flatnonzero(old != new)
-  # Unsigned patterns wrap around, and the view reads the sign of the difference.
+  # Unsigned differences wrap around; the view reads them as signed integers.
   signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
-  # Zigzag: small differences of either sign are small numbers.
+  # Zigzag: −1, 1, −2, 2 become 1, 2, 3, 4, so that small differences are small numbers.
   numbers = (signed << 1) ^ (signed >> 31)
   return pack(changed, numbers.view(np.uint32))
 
 
 def _width(numbers: np.ndarray) -> int:
-  """The number of low bits of each number that about minimizes the size of all."""
+  """w, the number of low bits to pack of each number: the one for which the estimated size of all levels is least."""
   count = len(numbers)
   # the bit length of each number, 0 of 0: the exponent of a float64
   bits = np.frexp(numbers.astype(np.float64))[1]
   # above[w] numbers have more than w bits
   with_bits = np.bincount(bits, minlength=fields.BITS)[: fields.BITS]
   above = count - np.cumsum(with_bits)
-  # bits of an index of a random set, about
+  # about the bits of an index in a random subset of `above` of `count` numbers
   index_bits = 2 + np.log2(count / np.maximum(above, 1))
-  # the high bits of all numbers, as if each level packed one of them
+  # estimate for deeper levels: one bit for each bit of a number above w
   rest = np.cumsum(above[::-1])[::-1]
   # size[w]: bits of all levels where the low w bits are packed here
   size = count * np.arange(fields.BITS) + above * index_bits + rest
-  # a level more has a word of its own, and words that are not full
+  # overhead of a further level: its first word, and words that are not full
   size += 2 * fields.BITS * (above > 0)
-  # The largest width of several: a level without low bits has fewer numbers than the
-  # one before.
+  # Of equal sizes the largest width: 0 is then chosen only where some numbers are 0,
+  # and drop out. So each level is smaller than the one before, or has less bits.
   return fields.BITS - 1 - int(np.argmin(size[::-1]))
 
 
 def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
-  """The words of a set of ascending indices: its size, b low bits of each gap, and the rests as a bitset."""
+  """The words of ascending indices: one with the bitset's size and b, b low bits of each gap, a bitset of the rests."""
   # b of the shortest code of geometric gaps, as random sets have (Kiely, 2004): the
   # largest b with 2^b ≤ 0.96 (μ + 1/2), for μ zeros before an index in the mean.
   middle = 0.96 * ((indices[-1] + 1) / len(indices) - 0.5)
@@ -249,9 +248,10 @@ def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
     gaps: np.ndarray = np.diff(ones, prepend=np.int32(-1))
     gaps -= 1
     lows = gaps & ((1 << low) - 1)
-    # in place: new arrays would take longer than the arithmetic
+    # The rests, in place: new arrays would take longer than the arithmetic.
     gaps >>= low
-    # the bit of each index: behind the rests of gaps, q zeros each, and a one each
+    # The bit of index i: behind q zeros for the rest q of each gap up to its own, and a
+    # one for each earlier index.
     gaps += 1
     ones = np.cumsum(gaps, out=gaps)
     ones -= 1
@@ -276,7 +276,8 @@ def _unpack_set(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
   bits = np.unpackbits(rest.view(np.uint8), bitorder="little")
   indices = np.flatnonzero(bits.view(np.bool_))
   if low:
-    # The one of index i comes after the rests of i + 1 gaps, and i ones.
+    # The bit of the i-th index is at i + the rests of its gap and of all earlier gaps;
+    # the index is i + the sum of these gaps. A gap is rest · 2^low + its low bits.
     order = np.arange(count)
     indices -= order
     indices <<= low

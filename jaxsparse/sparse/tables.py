@@ -19,7 +19,7 @@ _SIGN = 1 << 3
 
 
 def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The bin of each value of each row, and the four values of each row that bins stand for.
+  """The bin of each value of each row, and the table of each row: the value that each of four bins decodes to.
 
       μ = mean v,  c = v − μ,  σ² = Σ c²/(N − 1),  code = clip(round(c / (1.5 σ) + 2), 0, 3)
       table[b] = μ + (mean of c in bin b)
@@ -45,29 +45,30 @@ def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   count = values.shape[1]
   unit = unit_of(jnp.max(jnp.abs(values), axis=1))[:, None]
   scaled = values / unit
-  # XLA makes a quotient by a constant a product, which the subtraction below may fuse.
+  # Rounded, since XLA turns the quotient by a constant into a product, which might fuse
+  # with the subtraction below.
   mean = round_mantissa(row_sums(scaled) / count)
   apart = scaled - mean[:, None]
   squares = round_mantissa(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
-  # Equal values, or one that is not finite: any width that does not divide by 0.
+  # For equal values, or one that is not finite, any width but 0 serves.
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
   nearest = jnp.round(apart / width[:, None] + BINS / 2)
   codes = jnp.clip(nearest, 0, BINS - 1).astype(jnp.int32)
   means = _bin_means(apart, codes, range(BINS))
-  # A mean of finite values is finite, but rounded it may be above the largest number.
+  # Rounding may lift the mean of finite values above the largest finite number.
   table = jnp.clip(unit * (means + mean[:, None]), -_LARGEST, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
   return codes, jnp.where(is_finite, table, jnp.nan)
 
 
 def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The sign and the bin of magnitudes of each value of each row, and what the bins stand for.
+  """The sign and the bin of the magnitude of each value, and the mean magnitude of each bin of a row.
 
   The k largest entries of a gradient have magnitudes from a threshold upwards: within a
-  factor of two if the gradient is normal, over decades if it has heavy tails. Bins
-  between the smallest and the largest of a row that are equally wide in the bits of a
-  float (linear between powers of two) fit both.
+  factor of two if the gradient is normal, over decades if it has heavy tails. Bins that
+  are equally wide in the bits of a float (linear between powers of two) fit both; they
+  span the non-zero magnitudes of a row.
 
   Args:
     values: f32[rows, N].
@@ -94,7 +95,7 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   # Sums of magnitudes up to 1 do not overflow.
   unit = unit_of(jnp.max(magnitudes, axis=1, keepdims=True))
   means = _bin_means(magnitudes / unit, bin_of_value, range(1, MAGNITUDES + 1))
-  # A mean of finite values is finite, but rounded it may be above the largest number.
+  # Rounding may lift the mean of finite values above the largest finite number.
   table = jnp.minimum(unit * means, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
   sign = jnp.where(jnp.signbit(values), _SIGN, 0)
@@ -102,7 +103,7 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _bin_means(x: jax.Array, codes: jax.Array, bins: range) -> jax.Array:
-  """The mean of the entries of each of `bins` of each row of f32[rows, N], f32[rows, bins]; 0 for an empty bin."""
+  """The mean of the x in each bin of each row, f32[rows, bins], by codes i32[rows, N]; 0 for an empty bin."""
   numbers = jnp.array(bins, jnp.int32)[None, :, None]
   inside = codes[:, None] == numbers
   # At least 1, so that the mean of an empty bin is 0/1.

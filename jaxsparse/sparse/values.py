@@ -65,8 +65,8 @@ class BFloat16(Values):
     self, values: jax.Array, noise: jax.Array | None
   ) -> tuple[jax.Array, jax.Array | None]:
     """bf16[rows, c]."""
-    # XLA may drop a conversion to bf16 and back, so that the sender decodes other
-    # values than the receivers. It may not drop `reduce_precision`.
+    # XLA may drop a conversion to bf16 and back, and the sender would then decode other
+    # values than the receivers; it may not drop `reduce_precision`.
     rounded = jax.lax.reduce_precision(
       _clamped(values), exponent_bits=8, mantissa_bits=7
     )
@@ -90,13 +90,13 @@ class Int8(Values):
   ) -> tuple[jax.Array, jax.Array | None]:
     """(i8[rows, c], f32[rows, 1])."""
     assert noise is not None, "levels are rounded with noise"
-    # Clamped, so that 127 scales, rounded up, do not overflow.
+    # Clamped, so that 127 times the scale, which is rounded up, does not overflow.
     largest = _clamped(jnp.max(jnp.abs(values), axis=1, keepdims=True))
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
     is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
     largest = jnp.where(is_finite, largest, jnp.nan)
-    # Rounded up, so that the largest value is no more than 127 scales; the last 7 bits
-    # of the scale are 0, as a level has 7 bits, and so their product is exact.
+    # Rounded up, so that the largest value is at most 127 times the scale. The last 7
+    # bits of the scale are 0, so its product with a level, of 7 bits, is exact.
     scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
     level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale) + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale

@@ -1,4 +1,7 @@
-"""`js.agreement`: whether the gradients of the workers agree as far as those of a random share of all data would."""
+"""`js.agreement`: whether the workers' gradients agree as well as on data that is dealt out at random.
+
+The agreement of gradients g_w is ‖mean g_w‖² / mean ‖g_w‖², with means over workers.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -46,17 +49,17 @@ def agreement(
   axis: AxisName = "workers",
   **given: ArrayTree,
 ) -> Agreement:
-  """Compares the agreement of the workers' gradients with that after shuffling the batch among the workers.
+  """The agreement of the workers' gradients, for each worker's own rows of a batch and for shuffled rows.
 
-  Small batches differ by chance, shuffled or not. Where the agreement of the workers'
-  `own` rows is well below that of `shuffled` ones, workers have data of different
-  kinds: an optimizer of each worker's own and local steps then lose accuracy
-  (`docs/how_to/different_data.md`). Call it before training and after some hundred
-  steps, on a large batch: it compiles two gradients, and sends the batch and the
-  gradients whole.
+  Small batches differ by chance, shuffled or not. Where `own` is well below `shuffled`,
+  workers have data of different kinds: then local steps, and optimizers that each
+  worker has of its own, lose accuracy (`docs/how_to/different_data.md`). Call it before
+  training and after some hundred steps, on a large batch: it compiles two gradients,
+  gathers the batch on every worker, and all-reduces whole gradients.
 
   Args:
-    loss_fn: that of `js.make_train_step`.
+    loss_fn: (params, batch, **given) -> the loss, or a tuple that begins with it, as
+      for `js.make_train_step`.
     params: the parameters, the same on every worker.
     batch: the batch of all workers; under MPI this rank's part. Every process must
       call.
@@ -67,7 +70,8 @@ def agreement(
       step.
 
   Returns:
-    An `Agreement`; 1 where all gradients are zero.
+    An `Agreement`, (own, shuffled): ‖mean g_w‖² / mean ‖g_w‖² of the gradients g_w; 1
+    where all gradients are zero.
 
   Raises:
     ValueError: where it is traced, as in `jax.jit`; for parameters without entries; if
@@ -96,13 +100,14 @@ def agreements(
   axis: AxisName,
   **loss_arguments: ArrayTree,
 ) -> list[Agreement]:
-  """`agreement` at each of several parameters of the same shapes, by one program.
+  """The `Agreement` at each of several parameters of the same shapes, by one program.
 
-  `several` are parameters of different steps of a run, for instance, at least one.
-  `loss_arguments` are `given` of `agreement`; all other arguments are as there.
+  `several` are one or more parameters, for instance of different steps of a run.
+  `loss_arguments` are keyword arguments of `loss_fn`. All others are as in `agreement`.
   """
   checks.check_not_traced("js.agreement", several, batch, loss_arguments)
-  # Without untrained parts: slow parameters of optax.lookahead, Flax's scales of fp8.
+  # `trained` and `optimized` leave out what gets no gradient: slow parameters of
+  # optax.lookahead, and Flax's scales of fp8.
   leaves = jax.tree.leaves(optimized(trained(several[0])))
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
@@ -111,16 +116,17 @@ def agreements(
   # Specs of (params, batch, loss_arguments): only the batch is split along the workers.
   specs = engine.same, engine.split, engine.same
   place = lambda params: engine.place((params, batch, loss_arguments), specs)
-  # None unless a worker has several devices. All parameters have the shardings of the
-  # first ones, so that one program serves for all.
+  # None where a worker is one device. Else arguments keep the shardings that the first
+  # parameters lead to, so that one program serves all.
   kept = engine.shardings(place(several[0]), specs)
-  both = functools.partial(_agreements, engine, loss_fn)
+  worker = functools.partial(_agreements, engine, loss_fn)
   program = engine.jit(
-    both,
+    worker,
     specs,
     engine.same,
     shardings=kept and (kept, engine.shardings_of(engine.same)),
   )
+  # (own, shuffled) of each, f32[2].
   pairs = [local_shard(dispatch(program, *place(params))) for params in several]
   return [Agreement(*pair.tolist()) for pair in pairs]
 
@@ -132,7 +138,10 @@ def _agreements(
   batch: ArrayTree,
   loss_arguments: dict[str, ArrayTree],
 ) -> jax.Array:
-  """(own, shuffled) of an `Agreement`, f32[2], the same at every worker; `batch` is one worker's part."""
+  """‖mean g_w‖² / mean ‖g_w‖² for own and for shuffled rows, f32[2], the same at every worker.
+
+  `batch` is this worker's part.
+  """
   comm = engine.comm
   if "rng" in loss_arguments:
     # Each worker draws noise of its own, as in a training step.
@@ -146,6 +155,8 @@ def _agreements(
       # `loss_fn` may return a model state and aux behind the loss.
       return returned[0] if isinstance(returned, tuple) else returned
 
+    # Without slow parameters and scales of fp8, which get no gradient; a complex leaf
+    # is two real ones.
     tree = split_complex(optimized(jax.grad(loss)(trained(params))))
     grads = [grad.astype(jnp.float32) for grad in jax.tree.leaves(tree) if grad.size]
     largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
@@ -154,7 +165,8 @@ def _agreements(
     scale = jnp.where(largest > 0, largest, 1.0)
     square_of_mean = jnp.float32(0)
     mean_square = jnp.float32(0)
-    # Divided by the largest entry, squares neither over- nor underflow.
+    # Entries are divided by the largest one, so that squares neither over- nor
+    # underflow.
     for grad in grads:
       unit = jnp.ravel(grad) / scale
       square_of_mean += jnp.sum((comm.all_reduce(unit) / comm.size) ** 2)
@@ -167,17 +179,17 @@ def _agreements(
 
 
 def _shuffled(comm: Comm, batch: ArrayTree) -> ArrayTree:
-  """The part of the whole batch, its rows permuted, that this worker gets; `batch` is its part before.
+  """The worker's part of the whole batch after a random permutation of all rows; `batch` is its part before.
 
-  Leaves with as many rows get the same permutation, so inputs stay with their labels.
+  Leaves with equal numbers of rows get the same permutation: inputs stay with labels.
   """
 
   def rows_of_worker(x: jax.Array) -> jax.Array:
-    # Typed keys are no numbers that a message carries; their words are.
+    # Messages carry numbers, so typed keys are sent as their words.
     own_rows = words_of_keys(x)
     rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own_rows)))
-    # The key is the same on all workers, so that each row goes to exactly one of them,
-    # and the same for all leaves, so that leaves with as many rows stay aligned.
+    # All workers use the same key, so that each row goes to exactly one of them; and
+    # all leaves do, so that inputs and labels stay together.
     shuffled = jax.random.permutation(jax.random.key(0), len(rows))
     # Row w has the indices of the rows that worker w gets.
     order = shuffled.reshape(comm.size, -1)

@@ -1,10 +1,9 @@
 """`js.resize` and `js.convert`: an optimizer state for another number of workers, or for another collective.
 
-Both make a state before its first step, the one by the methods that the old state
-records (`Layout.method`), the other by a new transformation. Then they carry over what
+Both first make a fresh state: `resize` from the collectives that the old state records
+(`Layout.method`), `convert` from a new transformation. Then `_carry_state` copies what
 must not be lost: residuals (`residual_rows`), totals of counters, and the arrays of all
-other transformations. So `resize` is `convert` with the transformation of the old
-state.
+other transformations.
 """
 
 import warnings
@@ -46,29 +45,29 @@ def resize(
   *,
   axis: AxisName = "workers",
 ) -> OptState:
-  """The optimizer state of P workers as that of the P′ workers of a mesh: what is owed stays owed.
+  """Converts the optimizer state of P workers to one for the P′ workers of a mesh, without losing residuals.
 
-  An update is `total / P`, so what workers owe is the mean of their residuals, and the
-  law is `Σ r′ / P′ = Σ r / P`:
+  An update is `total / P`, so workers owe the mean of their residuals. It stays the
+  same, `Σ r′ / P′ = Σ r / P`:
 
       r′_w = P′/P Σ_{v ≡ w mod P′} r_v
 
   With fewer workers each takes over the residuals of several; new workers begin with
   zeros. This is exact where P′/P is a power of two, else an entry is rounded once, to
-  float32. Totals of counters continue, in each worker those of the one that had sent
-  most. What a collective remembers otherwise, `worker` and `shared` of its `js.State`,
+  float32. Every worker goes on with the total counters of the old worker that had sent
+  most. All else that a collective remembers, `worker` and `shared` of its `js.State`,
   starts anew: thresholds, regions, random steps, momenta, the totals that `js.ef21`
   tracks. With P′ = P nothing changes, bit for bit.
 
-  Workers with parameters of their own (`js.local_steps`) go on from the mean of their
-  parameters: what each has moved becomes the mean of what all have, and so do
-  floating-point arrays of their inner states; of integers it is the maximum. A warning
+  Workers with parameters of their own (`js.local_steps`) go on from the mean of these
+  parameters: each new worker gets the mean of the old workers' movements and of
+  floating-point arrays in their inner states, and the maximum of integers. A warning
   says so.
 
   Args:
     state: of `js.init` or a step. Its arrays may lie on another mesh, of which every
-      process must call, or on the host, as a checkpoint is restored into
-      `js.abstract_state(..., workers=P)`. For an MPI comm give those of all ranks,
+      process must call, or on the host, like a checkpoint that is restored into
+      `js.abstract_state(..., workers=P)`. For an MPI comm give the arrays of all ranks,
       concatenated; those of one rank only where P′ = P.
     params: the parameters.
     mesh: the mesh or comm of the P′ workers. Axes inside a worker must be those of the
@@ -98,16 +97,16 @@ def resize(
   state = states.with_rows(state)
 
   def restart(row: bool, subtree: OptState) -> OptState:
-    # `row`: whether the subtree is of a worker's own optimizer, with a row for each.
+    # `row`: whether the subtree is in a worker's own optimizer, with a row for each.
     if not states.is_reduce_state(subtree):
       return ()
     # A fresh residual of zeros: `_carry_state` fills in what is owed.
     fresh = first_state(engine.comm, subtree.layout.method, subtree.layout.shards)
     return states.add_row(fresh) if row else fresh
 
-  # Booleans: whether an array or `ReduceState` of the state has a row for each worker.
+  # Whether each array or `ReduceState` of the state has a row for each worker.
   every_row = states.worker_rows(state)
-  # The state with () in place of all that is no `ReduceState`, on the new mesh.
+  # Fresh `ReduceState`s on the new mesh, with () in place of all other arrays.
   restarted, _ = place_state(
     engine, lambda _: jax.tree.map(restart, every_row, state), params
   )
@@ -142,15 +141,16 @@ def convert(
   *,
   axis: AxisName = "workers",
 ) -> OptState:
-  """The optimizer state of one chain as that of another one, whose jaxsparse transforms are others: `js.resize` too.
+  """Converts an optimizer state to a chain with other jaxsparse transforms, also for another number of workers.
 
-  Each leaf keeps its residual, whatever the collective, its options, and the groups of
-  leaves (`special`, plans) are; for another number of workers it is scaled as by
-  `js.resize`. What a transform remembers otherwise starts anew, unless its collectives,
-  groups and workers are the old ones. All other transformations must be the same; H of `js.local_steps` may be
-  another, 1 too: nothing may be moved then that is not exchanged. Local steps may
-  begin: `inner` is then the optimizer that followed the transform, with its state at
-  each worker, and `outer` is new.
+  Each leaf keeps its residual when the collective, its options, or the groups of leaves
+  (`special`, plans) change; for another number of workers it is scaled as by
+  `js.resize`. All else that a transform remembers starts anew, unless its collectives,
+  groups and workers are the old ones. All other transformations must stay the same.
+
+  `every` of `js.local_steps` may change; for 1 no movement may be pending. The new
+  chain may begin local steps: `inner` is then the optimizer that followed the
+  transform, each worker gets a copy of its state, and the state of `outer` is new.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -192,13 +192,13 @@ def convert(
 def _carry_state(
   engine: Engine, state: OptState, fresh: OptState, params: optax.Params
 ) -> OptState:
-  """`fresh`, with all that an old state must not lose; both `js.resize` and `js.convert` end with it.
+  """`fresh` with the residuals, total counters and other arrays of `state`; ends `js.resize` and `js.convert`.
 
   Args:
     engine: the new workers.
     state: of the old workers.
-    fresh: of the new workers: `ReduceState`s before their first step, and of all other
-      transformations arrays or shapes.
+    fresh: of the new workers: `ReduceState`s before their first step, and arrays or
+      shapes of all other transformations, whose values do not count.
     params: the parameters.
 
   Raises:
@@ -206,7 +206,7 @@ def _carry_state(
       movement would be lost.
   """
   reduce_states = states.reduce_states(state)
-  # All workers hold the same layout, so this process's part tells.
+  # The old P: one number, or the same one for each worker.
   before = int(np.max(gather(reduce_states[0].layout.workers)))
   after = engine.workers
   # Rows of the arrays: 1 at a rank of MPI, else the number of devices of all workers.
@@ -229,7 +229,8 @@ def _carry_state(
       stacklevel=3,
     )
 
-  # `old` and `new` are both an array, or both a `ReduceState`.
+  # `old` and `new` are both an array, or both a `ReduceState`. `put_like` shards an old
+  # array as the new one.
   def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
       # Only rows of workers differ in shape; all else is checked by now.
@@ -245,6 +246,7 @@ def _carry_state(
       return jax.tree.map(put_like, new, old)
     return carry_over(new, residuals, old.counters, engine)
 
+  # (leaves, structure) of both; of the old state, `old[0]`, the leaves alone count.
   old, (new, structure) = (
     jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh)
   )
@@ -257,7 +259,7 @@ def _carry_state(
 def _check_seen(
   old: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
 ) -> None:
-  """Raises ValueError if the transform of the fresh state sees other leaves than the transform with the `old` states.
+  """Raises ValueError if the new transform sees leaves of other names or shapes than the old one.
 
   Wrappers of optax change the leaves that a transform sees, as `optax.flatten` does.
   """
@@ -273,10 +275,10 @@ def _check_seen(
 def _spec_of_moment(
   path: jax.tree_util.KeyPath, shape: tuple[int, ...], params: optax.Params
 ) -> PartitionSpec | None:
-  """The spec of the parameter that an array of a state is like; None if there is none, or it has no spec.
+  """The spec of the parameter that an array of a state belongs to; None without such a parameter or its spec.
 
-  An array is like a parameter if it has its shape and its path ends with that of the
-  parameter, as `[0].mu['w']` with `['w']`.
+  An array, such as a moment, belongs to a parameter if both have the same shape and its
+  path ends with that of the parameter, as `[0].mu['w']` with `['w']`.
 
   Args:
     path: of the array in the state.
@@ -285,9 +287,9 @@ def _spec_of_moment(
   """
   # By the length of the parameter's path.
   specs = {
-    len(name): param.sharding.spec
-    for name, param in jax.tree_util.tree_leaves_with_path(params)
-    if path[len(path) - len(name) :] == name
+    len(suffix): param.sharding.spec
+    for suffix, param in jax.tree_util.tree_leaves_with_path(params)
+    if path[len(path) - len(suffix) :] == suffix
     and np.shape(param) == shape
     and isinstance(getattr(param, "sharding", None), NamedSharding)
   }
@@ -296,23 +298,23 @@ def _spec_of_moment(
 
 
 def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
-  """The mean over workers of an array with a row for each, of integers the maximum, repeated in the rows of `like`.
+  """The mean of the rows of the old workers, or the maximum of integers, repeated for each new worker.
 
-  `rows` is [P, …] of the old workers, `like` has the shape [P′, …] of the new ones.
-  Random keys are those of the first workers; a key that serves several new workers is
-  folded with the number of its earlier uses.
+  `rows` is [P, …] of the old workers; the result has the shape [P′, …] of `like`.
+  Random keys have no mean: the old ones are used in turn, and a key that is used again
+  is folded with the number of its earlier uses.
   """
   if is_key(rows):
     # New worker w gets the key of old worker w mod P, which has served w // P times.
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
-    # Only first uses keep the key itself.
+    # A key stays as it is for its first use.
     folded = jax.vmap(jax.random.fold_in)(keys, again)
     return jnp.where(again > 0, folded, keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
-  # In float64 the mean of equal rows is each row, after rounding, and no sum overflows.
+  # In float64 no sum overflows, and the mean of equal rows is rounded to that row.
   value = (
     rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
     if floating
@@ -322,11 +324,11 @@ def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
 
 
 def _start_local(state: OptState, fresh: OptState) -> OptState:
-  """Turns a state without local steps into one before the first of them: each worker gets a copy of the optimizer's.
+  """The state before the first local step, from one without: each worker gets a copy of the optimizer state.
 
   Args:
-    state: of as many workers as `fresh`.
-    fresh: the state of local steps.
+    state: without local steps, of as many workers as `fresh`.
+    fresh: the new state, with local steps.
 
   Raises:
     ValueError: for a residual that is not zero, or an optimizer that is not the inner
@@ -334,17 +336,18 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
   """
 
   def begin(new: ArrayTree, old: ArrayTree) -> ArrayTree:
-    # `old` is what stands in the old state where `new`, a `LocalState`, will stand.
+    # `new` is an array or state of `fresh`, `old` the subtree of the old state there.
     if not states.is_local_state(new):
       return old
     reduce_states = states.reduce_states(old)
-    # The states of the other transformations of a chain, which optax makes a tuple.
+    # If `old` is the state of a chain, a tuple: the states of its other transformations.
     rest = (
       tuple(substate for substate in old if not states.reduce_states(substate))
       if type(old) is tuple
       else ()
     )
-    # `inner` may be one optimizer, or a chain of all that followed the transform.
+    # `inner` is a chain of these transformations, whose state is `rest`, or a single
+    # optimizer, whose state is the only item.
     choices = [rest, *rest] if len(rest) == 1 else [rest]
     like: Any = jax.tree.structure(new.inner)
     inner = [
@@ -373,8 +376,8 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
     copies = jax.tree.map(row, inner[0], new.inner)
     return new._replace(inner=copies, outer=outer)
 
-  # The subtrees of the old state that stand where the fresh one has an array, a
-  # `ReduceState` or a `LocalState`.
+  # The subtrees of the old state where the fresh one has an array, a `ReduceState` or a
+  # `LocalState`.
   is_ours = states.is_ours
   structure: Any = jax.tree.structure(fresh, is_leaf=is_ours)
   try:
@@ -386,7 +389,10 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
 
 
 def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
-  """The state with a `moved` as that of `fresh`: with `every=1` local steps have none, else f32[P, …] like parameters.
+  """The state whose local steps have movement (`moved`) where those of `fresh` do: zeros are added or removed.
+
+  Movement, f32[P, …] like the parameters, is what each worker has moved since the last
+  exchange; local steps with `every=1` have none, ().
 
   Args:
     state: of the old workers.
@@ -402,13 +408,14 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   def fit(local_state: states.LocalState) -> states.LocalState:
     new = next(following, local_state)
     moved = jax.tree.leaves(local_state.moved)
-    # Both have movement, or neither.
+    # Both have movement, or neither has.
     if bool(moved) == bool(jax.tree.leaves(new.moved)):
       return local_state
     if any(np.any(gather(leaf)) for leaf in moved):
       raise ValueError(
         "workers have moved since the last exchange: call step.synchronize(params, state) before"
       )
+    # Like the movement of `fresh`, for the old workers; () where it has none.
     zeros = lambda x: np.zeros((workers, *x.shape[1:]), x.dtype)
     return local_state._replace(moved=jax.tree.map(zeros, new.moved))
 
@@ -416,7 +423,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
 
 
 def _check_structure(state: OptState, fresh: OptState) -> None:
-  """Raises ValueError unless the two states are alike but for what is in `ReduceState`s."""
+  """Raises ValueError unless both states have the same arrays, by path, dtype and shape, outside of `ReduceState`s."""
   old = _described(state)
   new = _described(fresh)
   if old != new:
@@ -430,7 +437,7 @@ def _check_structure(state: OptState, fresh: OptState) -> None:
 def _described(tree: ArrayTree) -> set[str]:
   """The path of each array and each `ReduceState` in a state; for arrays with dtype and shape at one worker."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
-  # What a jaxsparse transform holds may differ: it is converted. `row`, a boolean, cuts
+  # The arrays in a `ReduceState` may differ: they are converted. `row`, a boolean, cuts
   # off the leading axis of workers where an array has one.
   shape = lambda x, row: (
     ""
@@ -447,7 +454,7 @@ def _described(tree: ArrayTree) -> set[str]:
 def _check_homes(
   residuals: dict[str, Residual], fresh: Sequence[states.ReduceState]
 ) -> None:
-  """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker.
+  """Raises ValueError if the residual of a leaf would be lost, or if its sharding inside a worker changes.
 
   Args:
     residuals: of the old state, by the names of leaves.

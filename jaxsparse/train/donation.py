@@ -17,8 +17,8 @@ def without_aliases(
 
   Args:
     arguments: pytrees of arrays.
-    by_buffer: whether to compare buffers, too. The arrays that a step returns never
-      share buffers, so for them it is enough to compare the arrays.
+    by_buffer: whether arrays that share a buffer count as aliases, too. False suffices
+      for arrays that a step has returned, which never share buffers.
   """
   leaves, structure = jax.tree.flatten(arguments)
   # Parameters and state come first, and are donated.
@@ -29,7 +29,7 @@ def without_aliases(
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     addresses = {id(leaf)}
-    # Two arrays may be one buffer, as after `device_put`; typed keys show no pointer.
+    # Two arrays may share a buffer, as after `device_put`. Typed keys show no pointer.
     if by_buffer and not is_key(leaf):
       addresses.update(
         shard.data.unsafe_buffer_pointer()

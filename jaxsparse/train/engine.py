@@ -26,6 +26,7 @@ from jaxsparse.types import ArrayTree, Comm, SpecTree
 
 def name_argument(path: jax.tree_util.KeyPath) -> str:
   """The path of an array in the arguments of a step, as errors name it."""
+  # The first key is the index of the argument; the fourth one holds keyword arguments.
   return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(
     path[1:]
   )
@@ -41,9 +42,9 @@ class Engine:
     comm: the comm to use inside a mapped program.
     axes: names and sizes of the axes that a program is mapped over.
     axis: the axis, or tuple of axes, of the workers.
-    same: the spec of what is equal on all workers.
-    others: the names of the other axes that a program is mapped over; values are
-      replicated along them.
+    same: the spec P() of what is equal on all workers.
+    others: names of the mapped axes that are not those of the workers: axes of size 1,
+      or for the engine `flat` the axes inside a worker.
     process: number of this process, 0 … processes − 1.
     processes: number of processes that run the program together.
   """
@@ -101,12 +102,12 @@ class Engine:
     """`map`, jitted; `options` are those of the compiler.
 
     Arguments and results are sharded as their specs say. Where a worker has several
-    devices, `shardings`, a pair for arguments and results, count instead, if given;
-    None in it leaves the choice to JAX. `donate` are the numbers of the donated
+    devices, `shardings`, if given, replace the specs: a pair for arguments and results,
+    in which None leaves the choice to JAX. `donate` are the indices of the donated
     arguments.
     """
     program = self.map(worker, in_specs, out_specs)
-    # `_inside` is empty where a worker is one device: specs say all then.
+    # `_inside` is empty where a worker is one device: then specs alone count.
     in_shardings, out_shardings = (self._inside and shardings) or (
       self.shardings_of(in_specs),
       self.shardings_of(out_specs),
@@ -128,7 +129,7 @@ class Engine:
     return tree
 
   def shardings(self, tree: ArrayTree, specs: SpecTree) -> SpecTree:
-    """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
+    """The shardings that `place` gives a tree, where a worker has several devices; None where specs alone count."""
 
   def shardings_of(self, specs: SpecTree) -> SpecTree:
     """The shardings that specs say, for a prefix of a tree; None where there is no mesh."""
@@ -149,7 +150,7 @@ def check_batch(batch: ArrayTree, engine: Engine, micro_batches: int = 1) -> Non
   Raises:
     ValueError: naming the array whose leading axis does not.
   """
-  # `held` is P, or 1 under MPI, where a batch is the part of one worker already.
+  # `held` is P; or 1 under MPI, where the batch is already that of one worker.
   rows = engine.held * micro_batches
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
@@ -163,7 +164,7 @@ def check_batch(batch: ArrayTree, engine: Engine, micro_batches: int = 1) -> Non
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine of a mesh, with one worker at each index of `axis`, or of a comm that knows its own workers.
 
-  Other axes of a mesh lie inside a worker; `flat` maps a program over them, too.
+  Other axes of a mesh lie inside a worker.
 
   Raises:
     ValueError: if the mesh has no such axis, or there are no workers.
@@ -199,8 +200,8 @@ def rows_of(
 ) -> Callable[..., np.ndarray]:
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process.
 
-  `function` is the program of one worker and returns one array; `in_specs` are those of
-  its arguments.
+  `function` is the program of one worker and returns one array; `in_specs` are the
+  specs of its arguments.
   """
   rows = lambda *arguments: in_rank_order(
     engine.comm, all_gather(engine.comm, function(*arguments))
@@ -232,8 +233,7 @@ class _OnMesh(Engine):
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
     self.axis = axis
-    # A program is mapped over these; `others` are those among them without workers, of
-    # size 1 unless this is the engine of `flat`.
+    # The axes that a program is mapped over.
     outside = [name for name in mesh.axis_names if name not in inside]
     self.axes = {name: mesh.shape[name] for name in outside}
     self.others = tuple(name for name in self.axes if name not in names)
@@ -276,6 +276,7 @@ class _OnMesh(Engine):
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
     """The function of all workers that runs `function` at each of them, a shard_map over all axes but those inside."""
+    # A plain shard_map over a part of Explicit axes gathers arrays along all others.
     shard_map = (
       _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     )
@@ -283,8 +284,9 @@ class _OnMesh(Engine):
     # compiler partitions the program along these.
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
-    # Along Auto axes XLA reshards arguments by itself, and `partly_mapped` makes all axes
-    # Auto at its boundary. Else shard_map rejects arguments that are sharded otherwise.
+    # XLA reshards arguments along Auto axes, and all axes are Auto at the boundary of
+    # `partly_mapped`. With Explicit axes shard_map rejects arguments of other
+    # shardings, so these are resharded before.
     if self._inside or not self._is_explicit:
       return mapped
 
@@ -320,15 +322,15 @@ class _OnMesh(Engine):
         else put_array(leaf, sharding)
       )
 
-    # Runs in every step: comparing shardings is sixty times faster than a device_put
-    # that moves nothing.
+    # This runs in every step: comparing shardings is sixty times faster than a
+    # device_put that moves nothing.
     keep = lambda leaf, sharding: (
       leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
     )
     return jax.tree.map(keep, tree, shardings)
 
   def shardings(self, tree: ArrayTree, specs: SpecTree) -> SpecTree:
-    """The sharding that `place` gives each leaf of `tree`; None where a worker is one device, and specs say all."""
+    """The sharding that `place` gives each leaf of `tree`; None where a worker is one device: specs alone count."""
     if not self._inside:
       return None
 
@@ -353,8 +355,8 @@ class _OnMesh(Engine):
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …], on each of them; every process must call."""
-    # Along an axis of processes, not along that of workers: several processes may hold
-    # one worker, and each has a value of its own. Each gives its row, `value[None]`.
+    # Gathered along an axis of processes, not of workers: several processes may hold
+    # one worker, and each has its own value. Each process gives one row, `value[None]`.
     mesh, gather = _line_of_processes(self._mesh)
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
@@ -435,8 +437,9 @@ class _Simulated(Engine):
     """The function of all workers that runs `function` at each of them, under vmap."""
     workers = self.workers
     # Arrays split along the workers, of the spec P(axis), are [P·n, …] outside of a
-    # program, as on a mesh, and [P, n, …] under vmap. The spec P(), which is false, is
-    # of arrays equal on all workers; as a result, row 0 of them is returned.
+    # program, as on a mesh, and [P, n, …] under vmap. Arrays that are equal on all
+    # workers have the empty spec P(), which is falsy; of such results row 0 is
+    # returned.
     rows = lambda x: x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
     split = lambda spec, x: rows(x) if spec else x
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -473,10 +476,10 @@ class _Rank(Engine):
 def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them.
 
-  The program is a jitted identity of an array that is sharded along "processes", by
-  rows, and replicated in the result: XLA makes the all-gather.
+  The program is a jitted identity of an array whose rows are sharded along "processes",
+  and whose result is replicated: XLA makes the all-gather.
   """
-  # Reversed, so that the first device of each process is the one that stays.
+  # Reversed: of several devices of a process the dict keeps the last, here the first.
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
   line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
@@ -495,7 +498,7 @@ def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
 def shape_of(
   x: Any, sharding: SpecTree = None, shape: tuple[int, ...] | None = None
 ) -> jax.ShapeDtypeStruct:
-  """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype.
+  """A `jax.ShapeDtypeStruct` with the dtype of x, and with its shape and sharding unless others are given.
 
   Args:
     x: an array, a `jax.ShapeDtypeStruct`, or a number.

@@ -44,10 +44,10 @@ def flush(
 
       update = Σ_w r_w / P,    r′_w = 0
 
-  What was delivered in all steps and this update together are the dense mean of all
-  gradients. The update is that of the jaxsparse transform, a gradient: give it to the
-  rest of the chain, or subtract it times a rate. Each transform takes one all-reduce of
-  all its residuals. Every process must call.
+  What all steps have delivered and this update add up to the dense mean of all
+  gradients. The update is what the jaxsparse transform would return, a gradient: give
+  it to the rest of the chain, or subtract it times a rate. Each transform takes one
+  all-reduce of all its residuals. Every process must call.
 
   With `js.local_steps` workers also owe what they have moved since the last exchange:
   it is added to the residual of each, delivered with it, and zero afterwards. The
@@ -61,9 +61,9 @@ def flush(
 
   Returns:
     (update, state): the update like the parameters, with their dtypes, zeros for leaves
-    without a residual; and the state with residuals of zeros, or of what the dtypes of
-    the parameters cannot hold. `params` and `state` stay valid. Entries with NaN or Inf
-    of a damaged state are dropped; a warning names the arrays.
+    without a residual; and the state, whose residuals are zeros, but for what the
+    dtypes of the parameters cannot hold. `params` and `state` stay valid. Entries with
+    NaN or Inf of a damaged state are dropped; a warning names the arrays.
 
   Raises:
     ValueError: if the state was donated, is not one of these workers and parameters, or
@@ -80,6 +80,7 @@ def flush(
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
   engine = engine_of(mesh, axis)
+  # NaN and Inf are no error here: they are dropped below, with a warning.
   check_state(state, params, engine, finite=False)
   if names := owed_not_finite(state):
     warnings.warn(
@@ -91,7 +92,7 @@ def flush(
   checks.check_landed("js.flush", state)
   worker = functools.partial(_deliver, engine)
   specs = (engine.same, placed(state, engine.axis))
-  # None unless workers have several devices: then arrays stay sharded as they come.
+  # None unless workers have several devices: then results are sharded as arguments.
   kept = engine.shardings((params, state), specs)
   program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
   return dispatch(program, *engine.place((params, state), specs))
@@ -102,13 +103,13 @@ def _deliver(
 ) -> tuple[optax.Updates, OptState]:
   """The update of `flush` and the state after it, at one worker.
 
-  Leaves go by the names under which transforms see them: of a complex leaf its parts.
+  Names are those of the leaves that transforms see; a complex leaf is two.
   """
   nodes = reduce_states(state)
   zeros = optax.tree.zeros_like(params)
   # Zeros by name, which each transform replaces for the leaves that it covers.
   updates = leaves_seen(nodes, zeros)
-  # f32 by name: what the dtype of a parameter cannot hold of an update. It becomes the
+  # f32 by name: the part of an update that the dtype of the parameter cannot hold, the
   # next `moved` of local steps.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
   # θ − θ_w of local steps, f32[1, …] by name; empty without local steps.
@@ -127,21 +128,23 @@ def _deliver(
     if row or not is_reduce_state(subtree):
       return subtree
     names = subtree.layout.method.names
-    also = [moved[name][0] for name in names if name in moved]
+    movement = [moved[name][0] for name in names if name in moved]
     # Where all leaves of a transform have movement, it is the outer one of local steps.
-    # None adds nothing to the residuals.
-    added = also if len(also) == len(names) else None
+    added = movement if len(movement) == len(names) else None
+    # The first list gives shapes and dtypes. `added` is added to the residuals, None
+    # adds nothing; `mean` averages the sums over the workers.
     means, subtree = take_residuals(
       [updates[name] for name in names], subtree, added, mean
     )
-    # Means have the dtype of the leaf already, unless movement is added.
+    # With movement the means are f32; else they have the dtype of the leaf already.
     for name, exact in zip(names, means, strict=True):
       sent, left[name] = flatten.representable(exact, updates[name].dtype)
       updates[name] = sent.astype(updates[name].dtype)
     return subtree
 
   def empty(local_state: LocalState) -> LocalState:
-    # All movement is delivered, but for what dtypes cannot hold.
+    # All movement is delivered, but for what dtypes cannot hold. [None] adds the axis
+    # of workers.
     rest = [left[name][None] for name in flatten.leaves_by_name(local_state.moved)]
     structure = jax.tree.structure(local_state.moved)
     return local_state._replace(moved=jax.tree.unflatten(structure, rest))

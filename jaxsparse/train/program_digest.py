@@ -63,7 +63,7 @@ class _Digests:
     return self._known[jaxpr]
 
   def _lines(self, jaxpr: _Jaxpr) -> Iterator[str]:
-    """Lines that say all of a jaxpr: one for each constant, for each equation, and one for the results."""
+    """A jaxpr as text: one line for each constant, one for each equation, and one for the results."""
     inner, consts = (
       (jaxpr.jaxpr, jaxpr.consts)
       if isinstance(jaxpr, core.ClosedJaxpr)
@@ -75,18 +75,18 @@ class _Digests:
     value = lambda atom: _value(atom.val, atom.aval)
     read = lambda atom: value(atom) if isinstance(atom, core.Literal) else name(atom)
     result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
-    # Called for its effect: arguments get the first numbers.
+    # Called for its effect: the arguments get the first numbers.
     for var in inner.invars:
       name(var)
     # An open jaxpr has no values of constants; its caller has them.
     for var, const in zip(inner.constvars, consts, strict=False):
       yield f"{_value(const, var.aval)} {result_of(var)}"
     for equation in inner.eqns:
-      # Under MPI the rank is a constant, which differs between processes by intent.
+      # Under MPI the rank is a constant, which may differ between processes.
       is_rank = equation.primitive is rank_p
       operands = [] if is_rank else list(map(read, equation.invars))
       results = list(map(result_of, equation.outvars))
-      # The parameters of a message name its partners, which differ by intent, too.
+      # The parameters of a message name its partners, which may differ, too.
       is_message = equation.params.get("name") == MESSAGE
       params = "" if is_message else self._text(equation.params)
       yield f"{equation.primitive.name} {params} {operands} {results}"
@@ -118,24 +118,24 @@ class _Digests:
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
       }
       return type(value).__name__ + self._text(fields)
-    # A text with an address or a file is of one process: the type alone remains.
+    # A text with an address or a file differs between processes: only the type counts.
     text = repr(value)
     return type(value).__name__ if _OWN.search(text) else text
 
 
 def _value(x: Any, aval: Any) -> str:
-  """The hash of an array or number, with dtype and shape; these alone if other processes hold parts of it.
+  """The hash of an array or number, with dtype and shape; only dtype and shape if other processes hold parts of it.
 
   `aval` is its abstract value, which has dtype and shape.
   """
   x = _compat.words_of_keys(x)
-  # Other processes hold the rest of such an array, and this one cannot read it.
+  # This process cannot read the parts of an array that others hold.
   in_part = (
     isinstance(x, jax.Array)
     and not x.is_fully_replicated
     and not x.is_fully_addressable
   )
-  # Of a constant that numpy cannot read, dtype and shape alone count.
+  # Numpy cannot read all constants: of others only dtype and shape count.
   is_known = hasattr(x, "__array__") or isinstance(x, (int, float, complex))
   if in_part or not is_known:
     return _shape(aval)
@@ -148,5 +148,5 @@ def _hashed(data: bytes) -> str:
 
 def _shape(aval: Any) -> str:
   """Dtype and shape, as "f32[3]", with "~" for a weak type."""
-  # Weak types promote otherwise, so they count.
+  # A weak type promotes to other dtypes, so it counts.
   return aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)

@@ -69,7 +69,8 @@ def wait_for_all(tree: ArrayTree, now: str) -> None:
     now: what the step has on this process, for the error.
 
   Raises:
-    RuntimeError: if one of them runs the program as before, and does not compare it.
+    RuntimeError: if one of them does not come in time, because it runs the program with
+      the shapes of before, without a comparison.
   """
   what = "the training step"
   try:
@@ -88,10 +89,10 @@ def check_traced(
   arguments: Sequence[Any],
   makes_state: bool = False,
 ) -> None:
-  """`check_same` of the trace of a jitted function, and of its result if that is the state.
+  """Checks that a jitted function, and its result if that is the state, are the same on all processes.
 
-  JAX keeps the trace for the call with the same arguments. With one process, or under
-  a trace, there is nothing to compare.
+  The function is traced; JAX keeps the trace for the call with the same arguments. With
+  one process, or under a trace, there is nothing to compare.
 
   Args:
     engine: the workers.
@@ -141,7 +142,7 @@ def check_same(
   if not every:
     return
   computing, digests, heads = zip(*every, strict=True)
-  # Other instructions are worth a warning, other code is an error.
+  # Other instructions lead to a warning, other code to an error.
   if unlike := unlike_first(computing):
     warnings.warn(
       f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
@@ -149,8 +150,8 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
-  # One line of all heads at a time, then the digests. Where these alone differ,
-  # `_TO_SEE` tells how to find the difference.
+  # Line by line of all heads, then the digests. Where only digests differ, `_TO_SEE`
+  # tells how to find the difference.
   for row in [*itertools.zip_longest(*heads, fillvalue="nothing"), digests]:
     if others := unlike_first(row):
       raise ValueError(
@@ -162,10 +163,9 @@ def check_same(
 
 
 def _gather_where_different(engine: Engine, value: object) -> list[Any]:
-  """The value of each process, as JSON has it, if their digests differ; else []. Every process must call.
+  """The value of each process, through JSON, if not all are equal; else []. Every process must call.
 
-  A digest is exchanged as an array of one shape, so that processes need not have
-  equally many lines.
+  Digests are exchanged first: they are short, and have one shape on all processes.
   """
   text = json.dumps(value).encode()
   # 64 bits, as two u32: arrays have no 64-bit integers without x64.
@@ -175,8 +175,8 @@ def _gather_where_different(engine: Engine, value: object) -> list[Any]:
     return []
   lengths = engine.of_processes(np.array([len(text)], np.uint32))
   longest = int(lengths.max())
-  # All processes send equally many whole words, so shorter texts are padded by spaces,
-  # which JSON ignores.
+  # Arrays of all processes have one length, in words of 4 bytes: shorter texts are
+  # padded by spaces, which JSON ignores.
   texts = engine.of_processes(
     np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
   )
@@ -202,7 +202,7 @@ def _instructions() -> str:
 
 
 def _settings() -> list[str]:
-  """What this process has set that changes results and stands in no jaxpr, as lines for `check_same`."""
+  """Lines for `check_same` of the settings of this process that change results without changing a jaxpr."""
   flags = os.environ.get("XLA_FLAGS", "").split()
   flags = sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS))
   # Some settings are attributes in some versions of JAX only.
@@ -221,27 +221,27 @@ def described(
   """Lines for `check_same`: the collectives in the state, then dtype, shape and sharding of each array.
 
   Args:
-    arguments: of a step, (params, state, batch, named) or the first of these; None in
-      the place of what is left out.
+    arguments: of a step, (params, state, batch, named) or the first of these; None
+      stands for an argument that is left out.
     shardings: of each array; None where each worker is one device.
   """
   leaf_shardings = jax.tree.leaves(shardings)
   lines = []
   for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
-    of = f" sharded as {leaf_shardings[index].spec}" if leaf_shardings else ""
-    lines.append(f"{name_argument(path)} is {_type(x)}{of}")
+    sharded = f" sharded as {leaf_shardings[index].spec}" if leaf_shardings else ""
+    lines.append(f"{name_argument(path)} is {_type(x)}{sharded}")
   for path, leaf in jax.tree_util.tree_leaves_with_path(
     arguments, is_leaf=is_reduce_state
   ):
     if is_reduce_state(leaf) and leaf.layout.method:
       labels = ", ".join(collective.label for collective in leaf.collectives)
-      # In front, as the first difference is named and shapes follow from collectives.
+      # In front: shapes follow from collectives, and errors name the first difference.
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
 
 
 def checksums(name: str, tree: ArrayTree) -> list[str]:
-  """Lines for `check_same` of the values of a pytree, by checksums: values would all travel between processes."""
+  """Lines for `check_same` of the values of a pytree: checksums, which are shorter to exchange than values."""
   return [
     f"{name}{jax.tree_util.keystr(path)} is {_type(leaf)} with the checksum {_crc(leaf)}"
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -255,7 +255,7 @@ def _type(x: Any) -> str:
 def _crc(leaf: Any) -> int:
   """The CRC-32 of the first shard of a leaf on this process; 0 where processes hold different parts of the leaf.
 
-  Such parts differ by intent, and every process must name the same checksum.
+  Such parts may differ, and every process must have the same line.
   """
   if (
     isinstance(leaf, jax.Array)
@@ -288,8 +288,8 @@ def check_replicas(
   if inside := engine.shardings(trees, specs):
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   spec_of_leaf = jax.tree.leaves(jax.tree.broadcast(specs, trees))
-  # Numbers of the leaves that are not cut along the workers. Others, as residuals, are
-  # each worker's own and may differ.
+  # Indices of the leaves that are not cut along the workers. Leaves that are cut, such
+  # as residuals, are each worker's own and may differ.
   compared = [
     leaf_index
     for leaf_index, spec in enumerate(spec_of_leaf)
@@ -311,18 +311,20 @@ def check_replicas(
       else sums[None]
     )
 
-  # u32[worker, device of it, array, 2]
+  # u32[worker, device of the worker, array, 2]
   hashes = rows_of(flat, checksums, specs)(*arguments)
   # i[device, array]: the device of worker 0 that holds the same entries.
   same_shard = np.stack(
     [_first_alike(flat, spec_of_leaf[leaf_index]) for leaf_index in compared], axis=1
   )
+  # u32[device, array, 2]: the hashes of worker 0, which all workers must have.
   expected = np.take_along_axis(hashes[0], same_shard[..., None], axis=0)
   # bool[worker, device, array]; axis 3 has the two hashes of an array.
   differs = np.any(hashes != expected, axis=3)
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
-    # Its position in `compared`; then the first device with other values of it.
+    # The index in `compared` of the first array that differs; then the first device
+    # with other values of this array.
     first = int(np.argmax(wrong))
     worker, device = np.argwhere(differs[..., first])[0]
     workers = listing(
@@ -358,12 +360,13 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
 def hashed(words: jax.Array) -> jax.Array:
   """u32[…, 2] of u32[…, n]: two sums over i of hashes of word i and of i, modulo 2³².
 
-  A hash of both is not linear, so signs, factors and permutations change the sums as if
-  these were drawn anew: others have the same two with a probability of 2⁻⁶⁴. A change
-  of one word always changes the first sum, since `_mixed` is a bijection.
+  The hash is not linear: with other signs, a factor or a permutation the sums are as
+  good as random, so that other words have both sums equal with a probability of 2⁻⁶⁴. A
+  change of one word always changes the first sum, since `_mixed` is a bijection.
   """
   # Sums modulo 2³² do not depend on the order in which a device adds.
-  # `_mixed(0)` is 0: with the constants words of zeros count, too.
+  # `_mixed(0)` is 0. The constants, fractions of the golden ratio and of √2, keep words
+  # of zeros from being hashed to 0.
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))

@@ -41,7 +41,7 @@ class Residual(NamedTuple):
   placement: Any = None
 
   def carry_over(self, index: int, devices: int, workers: int) -> np.ndarray:
-    """r′ of one device, f32[entries].
+    """The residual r′ of the leaf at one device of a new worker, f32[entries].
 
     Args:
       index: number of the device among all devices of the new workers.
@@ -51,14 +51,14 @@ class Residual(NamedTuple):
     worker, device = divmod(index, devices)
     # Old workers w, w + P′, … go to worker w, each device's piece to the same device.
     indices = [old * devices + device for old in range(worker, self.workers, workers)]
-    # The only row, 0, stands for all: that of a rank of MPI, or the zeros of a leaf
-    # without a residual.
+    # `% held` matters for a single row alone, which stands for all: that of a rank of
+    # MPI, or the zeros of a leaf without a residual.
     held = len(self.rows)
     owed = [self.rows[row % held].astype(np.float64) for row in indices]
-    # Zeros where a new worker takes over no residual. They do not start the sum: 0 + -0
-    # is 0, and bits are to be kept.
-    none = np.zeros(self.rows.shape[1])
-    total = functools.reduce(np.add, owed) if owed else none
+    # Zeros for a new worker that takes over no residual. The sum does not start with
+    # them: 0 + -0 is 0, and bits are kept.
+    zeros = np.zeros(self.rows.shape[1])
+    total = functools.reduce(np.add, owed) if owed else zeros
     # Σ r / P is kept, and the new workers divide by P′.
     return (total * workers / self.workers).astype(np.float32)
 
@@ -74,7 +74,8 @@ def residuals_of(states: Sequence[ReduceState], workers: int) -> dict[str, Resid
   for state in states:
     for group_state, homes in zip(state.groups, homes_of(state), strict=True):
       if homes:
-        # `skipped` has an entry for each device whose residual is here: one row each.
+        # One row for each device whose residual is here, as `skipped` has one entry; a
+        # row holds all leaves of the group, one after the other.
         rows = np.asarray(gather(group_state.residual))
         rows = rows.reshape(state.counters.skipped.size, -1)
         ends = np.cumsum([size for _, size, _ in homes])
@@ -92,21 +93,22 @@ def carry_over(
   counters: Counters,
   engine: Engine,
 ) -> ReduceState:
-  """`fresh` with the residuals and the totals of other states; what else its collectives remember starts anew.
+  """`fresh` with the residuals and total counters of the old workers; all else that collectives remember starts anew.
 
   Args:
     fresh: the state before the first step, of P′ workers or, under MPI, of one of them.
-    residuals: of P workers, by the names of leaves.
-    counters: of the same workers.
+    residuals: of the P old workers, by the names of leaves.
+    counters: of the old workers.
     engine: the workers of `fresh`.
   """
   devices = fresh.devices
-  # Number of the first device of all workers whose residual this process has: a rank of
-  # MPI has one row, its own.
+  # Index, among the devices of all workers, of the first row here: a rank of MPI has
+  # one row, its own; else there are all rows.
   first = engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[_Home], like: jax.Array) -> jax.Array:
-    # A leaf that had no residual owes nothing: one row of zeros stands for all.
+    # The residual of a group, placed as the fresh one, `like`. A leaf that had no
+    # residual owes nothing: one row of zeros stands for all.
     leaves = [
       residuals.get(name) or Residual(np.zeros((1, size), np.float32))
       for name, size, _ in homes
@@ -114,8 +116,8 @@ def carry_over(
     entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
-      # JAX asks each process for its own slices of the array, f32[devices · entries];
-      # each slice is that of whole devices.
+      # JAX asks each process for its own slices of the array, f32[devices · entries]; a
+      # slice has the entries of one or more whole devices.
       low, high, _ = index[0].indices(like.size)
       devices_held = range(first + low // entries, first + high // entries)
       return np.concatenate(
@@ -129,7 +131,7 @@ def carry_over(
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
   carried = fresh.carried
-  # One a group; `homes` is empty for a group without a residual.
+  # One residual a group; `homes` is empty for a group without a residual.
   residual = tuple(
     residual_of(homes, like) if homes else like
     for homes, like in zip(homes_of(fresh), carried.residual, strict=True)
@@ -146,7 +148,7 @@ def carry_over(
 def gather(x: Any) -> ArrayTree:
   """`x` as an array of which this process holds all; every process must call for an array that others hold in part.
 
-  An array of numpy, or one that lies on this process as a whole, is returned as it is.
+  An array of numpy, or one that this process holds already, is returned as it is.
   """
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x
@@ -174,11 +176,11 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
     name: np.asarray(gather(getattr(counters, name))).reshape(-1, devices)
     for name in names
   }
-  # Workers may have sent different numbers of words: the largest stands for all.
-  # [P, S]; `total_words` is modulo 2³², which it has passed `total_wraps` times.
+  # Workers may have sent different numbers of words, [P, S]: the largest stands for
+  # all. `total_words` is modulo 2³², which it has passed `total_wraps` times.
   words = rows["total_wraps"].astype(np.float64) * 2.0**32 + rows["total_words"]
-  most = np.argmax(words.sum(axis=1))
-  return {name: values[most] for name, values in rows.items()}
+  busiest = np.argmax(words.sum(axis=1))
+  return {name: values[busiest] for name, values in rows.items()}
 
 
 # (name of a leaf, its entries at one device, how it is sharded inside a worker)
@@ -186,7 +188,7 @@ _Home = tuple[str, int, Any]
 
 
 def homes_of(state: ReduceState) -> list[list[_Home]]:
-  """For each group, where its residual holds which leaf: (name, entries at a device, sharding) in order.
+  """The leaves of which the residual of each group consists, in order: (name, entries at a device, sharding).
 
   The sharding is (axes inside a worker, spec along them), None for workers of one
   device. The list of a group without a residual is empty.

@@ -132,11 +132,17 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
     grads: f32[steps, P, n], the gradients of P workers; or a pytree of arrays with
-      these two leading axes. Gradients times the learning rate, where that changes.
+      these two leading axes. Where the learning rate changes, multiply the gradients of
+      each step by it.
     **config: the options of the collective.
 
+  Returns:
+    A `Contraction`, f32[steps] each: `left_out`, the part of ‖mean accumulator‖² that
+    is not delivered, and `xi`, the error of the delivered mean against an exact top-k,
+    relative to the norm of the mean gradient.
+
   Raises:
-    ValueError, TypeError: as `js.simulate`; for no step.
+    ValueError, TypeError: as `js.simulate`; ValueError if there is no step.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -146,7 +152,7 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
   leaves = jax.tree.leaves(grads)
   if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in leaves):
     raise ValueError("contraction: grads have no step, give a leading axis of them")
-  # One step is checked for all: they have its shapes.
+  # All steps have the shapes of the first, so its check suffices.
   _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
   rows = jax.vmap(_flat_rows)(grads)
   collective = make_collective(name, **config).for_leaves(
@@ -161,7 +167,7 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
     # The mean over workers of the accumulators, from which a collective selects.
     mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
     totals, state = reduce_all(collective, grads, state)
-    # Some collectives (A2SGD) return another total to each worker: their mean counts.
+    # Some collectives (A2SGD) return other totals to each worker: the mean counts.
     delivered = jnp.mean(totals, axis=0) / workers
     # The k entries that an exact top-k of the mean accumulator would deliver.
     largest = jax.lax.top_k(jnp.abs(mean), k)[1]
@@ -250,7 +256,7 @@ def reduce_all(
     grads: f32[P, n].
     state: of all workers, every array with a leading axis of P.
   """
-  # `held`: the arrays of the state have rows of all workers.
+  # `held`: the arrays of the state have rows of all workers, not of one.
   checks.check_workers(state, len(grads), held=len(grads))
   # `eval_shape` computes no array. A state of other options has other shapes.
   expected = jax.eval_shape(

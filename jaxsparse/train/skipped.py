@@ -16,9 +16,10 @@ from jaxsparse.arrays.flatten import all_finite, leaves_by_name
 from jaxsparse.transform.checks import is_traced
 from jaxsparse.types import ArrayTree
 
+# Returns the names of gradients with NaN or Inf; None if they cannot be told.
 Find = Callable[[], list[str] | None]
 
-# A loss scale that begins too large is halved a few times in a row.
+# Fewer skipped steps are normal: a loss scale that begins too large is halved at each.
 MANY = 8
 
 
@@ -75,18 +76,18 @@ class SkipWatch:
     Warns:
       UserWarning: at the `MANY`th step in a row that was skipped, the first time.
     """
-    # Each step takes the state of the one before: if the `MANY`th has ended, all before
-    # it have.
+    # `_flags` has (skipped, loss) of each noted step, oldest first. A step takes the
+    # state of the step before: if the `MANY`th has ended, all before it have.
     while len(self._flags) >= MANY and _has_ended(self._flags[MANY - 1][0]):
       oldest = [skipped for skipped, _ in itertools.islice(self._flags, MANY)]
-      # The newest step that took place; None if all were skipped. Newest first: in most
-      # runs only one of `MANY` flags is read.
+      # Index of the newest step that was not skipped; None if all were. Newest first:
+      # in most runs only one of `MANY` flags is read.
       newest_first = reversed(range(MANY))
       taken = next((step for step in newest_first if not _read(oldest[step])), None)
       if taken is None:
         self._warn(stacklevel + 1, find, trees)
         return
-      # A step that took place ends the row, and all before it are of no use.
+      # That step ends a row of skipped ones, so it and all before it are dropped.
       for _ in range(taken + 1):
         self._flags.popleft()
 
@@ -105,9 +106,9 @@ class SkipWatch:
 
 
 def _has_ended(flags: ArrayTree) -> bool:
-  """Whether reading the flags of a step waits for nothing.
+  """Whether the flags of a step can be read without waiting.
 
-  Deleted flags, which a program of the user's has donated, are not read at all.
+  Deleted flags, which a program of the user has donated, are never read.
   """
 
   def has_ended(flag: Any) -> bool:
@@ -118,7 +119,7 @@ def _has_ended(flags: ArrayTree) -> bool:
 
 
 def _read(flags: ArrayTree) -> bool:
-  """Whether one of the flags of a step is set; a flag that a program of the user's has donated counts as not set."""
+  """Whether one of the flags of a step is set; a flag that a program of the user has donated counts as not set."""
   is_gone = lambda flag: isinstance(flag, jax.Array) and flag.is_deleted()
   return any(
     not is_gone(flag) and bool(np.any(local_shard(flag)))
@@ -140,7 +141,7 @@ def _findings(
   """
   not_finite = []
   for what, tree in trees.items():
-    # In a state a schedule's best loss so far begins with Inf.
+    # A state may hold Inf, as in the best loss of a schedule before the first step.
     may_be_inf = what == "state"
     leaves = leaves_by_name(tree).items()
     if names := [
@@ -193,9 +194,9 @@ def _is_sound_here(leaf: ArrayTree, may_be_inf: bool) -> bool:
 
 
 def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
-  """Whether an array has no NaN, and no Inf unless it `may_be_inf`; True under a trace and of integers.
+  """Whether an array has no NaN, and no Inf unless it `may_be_inf`; True under a trace and for integers.
 
-  Every process that holds a part of the array must call; it waits for the array.
+  Every process that holds a part of the array must call; the call waits for the array.
   """
   if isinstance(leaf, jax.core.Tracer) or not _is_inexact(leaf):
     return True

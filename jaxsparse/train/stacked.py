@@ -69,23 +69,23 @@ class Stacked(optax.GradientTransformationExtraArgs):
 def stacked(
   tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisName = "workers"
 ) -> Stacked:
-  """`tx` outside of `shard_map`, for gradients with a leading axis of workers: in a `jax.jit` of your own.
+  """`tx` for a `jax.jit` of your own, outside of `shard_map`: gradients have a leading axis of workers.
 
       loss, grads = tx.value_and_grad(loss_fn)(params, state, batch)      before anything is averaged
       updates, state = tx.update(grads, state, params)
       params = optax.apply_updates(params, updates)
 
-  Row w of a gradient, [P, …], is that of worker w, and lies with it: under a
-  partitioner that sees one batch, a gradient is averaged before an optimizer sees it,
-  so it is taken by `tx.value_and_grad`, or by `jax.vmap` over replicas. There is no
-  other message than those of `tx`. The result is that of `js.make_train_step`, with its
-  checks, and a step with NaN or Inf leaves everything as it was (`js.atomic`).
+  Row w of a gradient, [P, …], is the gradient of worker w, and lies on its devices.
+  `jax.grad` of a loss over the whole batch would average these before `tx` sees them:
+  take gradients by `tx.value_and_grad`, or by `jax.vmap` over replicas. The update
+  sends the messages of `tx` and no others. The result is that of `js.make_train_step`,
+  with its checks, and a step with NaN or Inf leaves everything as it was (`js.atomic`).
 
-  Parameters are shared, [...], or have a row for each worker, all equal, [P, …]; so
-  have the updates. With `js.local_steps` both are those of the outer parameters, and a
-  worker computes its gradient at its row of `tx.own_params(params, state)`, as
-  `tx.value_and_grad` does. `tx.update(grads, state, params, synchronize=True)` is the
-  exchange without a step.
+  Parameters are shared, [...], or have a row for each worker, [P, …], with equal rows;
+  updates are like the parameters. With `js.local_steps` both are those of the outer
+  parameters, and a worker computes its gradient at its row of `tx.own_params(params,
+  state)`, as `tx.value_and_grad` does. `tx.update(grads, state, params,
+  synchronize=True)` is the exchange without a step.
 
   `tx.init(params)` is `js.init(tx, params, mesh, axis=axis)` of shared parameters;
   `js.abstract_state`, `js.specs`, `js.metrics`, `js.resize` and `js.flush` take its
@@ -169,8 +169,8 @@ class _Workers(NamedTuple):
     """
     engine = self.engine
     _check_rows(grads, state, params, engine.held)
-    # A learning rate that the user has set in local optimizers gets a row a worker,
-    # before specs are made for it.
+    # A learning rate that the user has set in local optimizers is repeated for each
+    # worker; specs below expect these rows.
     state = _of_workers(state, engine)
     # Parameters are one copy for all workers, or a row for each, as gradients are.
     has_rows = params is not None and _has_rows(state, params, engine.held)
@@ -185,8 +185,8 @@ class _Workers(NamedTuple):
       params: optax.Params,
       extra: dict[str, ArrayTree],
     ) -> tuple[optax.Updates, OptState]:
-      # Arrays are those of one worker here, [1, …] where they have rows. A context, not
-      # an argument: wrappers of optax may pass none on to local steps.
+      # Arrays are those of one worker here, [1, …] where they have rows. `synchronize`
+      # is set by a context: some wrappers of optax pass no argument on to local steps.
       with synchronizing(synchronize):
         updates, state = atomic(self.tx).update(
           states.first_row(grads),
@@ -256,7 +256,7 @@ class _Workers(NamedTuple):
     shared: ArrayTree,
     results: SpecTree,
   ) -> ArrayTree:
-    """`function(own parameters, batch, shared)` of each worker.
+    """The results of `function(own parameters, batch, shared)` at every worker.
 
     Args:
       function: the program of one worker.
@@ -345,7 +345,7 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
 def _check_rows(
   grads: optax.Updates, state: OptState, params: optax.Params | None, workers: int
 ) -> None:
-  """Raises ValueError for a gradient without a row for each of `workers` workers, or of no parameter, naming the leaf.
+  """Raises ValueError unless gradients have the leaves of the parameters, with a row for each of `workers` workers.
 
   `params` are None where `update` got none.
   """
@@ -354,6 +354,7 @@ def _check_rows(
   leaves = flatten.leaves_by_name(grads)
   # (name, shape without rows) of each leaf that the state was made for.
   made = [leaf for substate in states.reduce_states(state) for leaf in substate.leaves]
+  # Around js.stacked, MultiSteps keeps sums in the shapes of parameters, without rows.
   hint = (
     "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
   )
@@ -370,8 +371,8 @@ def _check_rows(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
         f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
-  # P may be the first dimension of parameters by chance: gradients in their shapes have
-  # no rows, so they are averaged already.
+  # Where the first dimension of a parameter happens to be P, averaged gradients have
+  # passed the check above: their shapes, those of parameters, give them away.
   if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
     raise ValueError(
       f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "

@@ -47,17 +47,17 @@ def abstract_state(
   axis: AxisName = "workers",
   workers: int | None = None,
 ) -> ArrayTree:
-  """The shapes, dtypes and shardings of `js.init(tx, params, mesh)`: what a checkpoint is restored into.
+  """The shapes, dtypes and shardings of `js.init(tx, params, mesh)`: the target to restore a checkpoint into.
 
   Args:
     tx: the chain.
     params: the parameters.
     mesh: the mesh or comm of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    workers: P, if another number of workers than that of the mesh wrote the checkpoint.
-      Their arrays do not divide among the devices of the mesh, so each process restores
-      them into the memory of its host, P · n entries of residuals, until `js.resize`
-      has made them those of its own workers. What all workers share lies on the mesh.
+    workers: number P of the workers that wrote the checkpoint, if the mesh has another
+      number. P rows may not divide among its devices, so each process restores them
+      into the memory of its host, P · n entries of residuals, until `js.resize`
+      converts them. Arrays of optimizers that all workers share lie on the mesh.
 
   Returns:
     The state with `jax.ShapeDtypeStruct` in place of arrays, with shardings where
@@ -81,13 +81,14 @@ def abstract_state(
   check_whole("abstract_state", 1, optional=True, workers=workers)
   engine = engine_of(mesh, axis)
   check_are_arrays(params, "params")
+  # Without Flax's scales of fp8, which have no optimizer state.
   params = optimized(params)
   # In this context types tell how arrays are sharded inside a worker.
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
     program = typed.map(tx.init, (typed.same,), specs)
     state = jax.eval_shape(program, *arguments)
-  # `shardings` where workers have several devices; None where there is no mesh.
+  # By leaf where workers have several devices, else by spec; None without a mesh.
   if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
     state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
@@ -136,8 +137,8 @@ def start_workers(
   arguments, spec = _specs_of(engine, start, params)
   # Random keys in the states of workers' own optimizers (`js.local_steps`) must differ.
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
-  # (arguments, results): None leaves both as their types say, if a worker has several
-  # devices. Else the specs alone count.
+  # Where a worker has several devices, (None, None) leaves arguments and results
+  # sharded as their types say. Else the specs alone count.
   program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
   # Before the dispatch: processes with other programs would wait for each other for
   # ever. `makes_state` compares the state's shapes, too, to name an array in the error.
@@ -156,10 +157,9 @@ def check_update(
 ) -> None:
   """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
 
-  Where their updates would be made of one worker's gradient, a step of
-  `make_train_step` rejects such leaves. A step of the user's own may average their
-  gradients before the update or leave them constant, which the state does not show, so
-  this is a warning.
+  Where the update of such a leaf is made of one worker's gradient, a step of
+  `make_train_step` raises. A user's own step may average the gradient before, or keep
+  the leaf constant, which cannot be seen here, so this function only warns.
 
   Args:
     engine: the workers.
@@ -168,8 +168,8 @@ def check_update(
     state: of all workers, before the first step.
     state_specs: of the state.
   """
-  # The entries that workers average. Transforms in inner optimizers, whose states have a
-  # row for each worker, do not count: their updates are still a worker's own.
+  # Number of entries that workers average. Transforms in inner optimizers, whose states
+  # have a row for each worker, do not count: their updates are still a worker's own.
   covered = sum(
     int(np.max(local_shard(reduce_state.layout.entries)))
     for reduce_state, row in states.reduce_rows(state)
@@ -185,8 +185,8 @@ def check_update(
   def updates(
     like: optax.Updates, state: OptState, params: optax.Params
   ) -> tuple[optax.Updates]:
-    # Any arrays serve as gradients. Computed from inputs, since `tx` warns of gradients
-    # that come into the program as they are: those might be averages already.
+    # Any arrays serve as gradients, and 0 as the loss. Gradients are computed here,
+    # since `tx` warns of gradients that are inputs: they might be averages already.
     grads = jax.tree.map(jnp.negative, trained(like))
     return (
       optax.with_extra_args_support(tx).update(
@@ -197,7 +197,8 @@ def check_update(
   specs = (engine.same, state_specs, engine.same)
   arguments = engine.place((params, state, params), specs)
   if engine.processes > 1:
-    # The update needs arguments that only a step gives, or the step shows the error.
+    # The trace may fail, as where `tx` needs arguments that only a step gives: then
+    # only the heads are compared. Other errors are raised again by the step.
     try:
       jaxpr = engine.jit(updates, specs, (engine.same,)).trace(*arguments).jaxpr
     except Exception:
@@ -212,7 +213,7 @@ def check_update(
     updates, in_specs, (engine.same,), engine.axis, LIKELY_MISTAKES
   )
   try:
-    # Evaluated for its error alone.
+    # Traced for the error of the check alone.
     jax.eval_shape(engine.map(checked, specs, (engine.same,)), *arguments)
   except ValueError as error:
     warnings.warn(
@@ -220,23 +221,23 @@ def check_update(
       stacklevel=3,
     )
   except TypeError as error:
-    # `tx` needs extra arguments, which only a step has, or takes none.
+    # `tx` needs extra arguments, which only a step has, or does not take `value=`.
     if "keyword" not in str(error):
       raise
 
 
 def owed_not_finite(state: OptState) -> list[str]:
-  """The names of the arrays with NaN or Inf among the residuals, what else collectives carry, and what has moved.
+  """Names of the arrays with NaN or Inf among residuals, other arrays of collectives, and movement of local steps.
 
-  With these all further steps would be skipped. Inf counts in residuals and movement
-  alone, the kind "owed": elsewhere Inf may have a meaning, as of a threshold. Every
-  process must call; it waits for the arrays.
+  With these all further steps would be skipped. Inf counts only in residuals and
+  movement, of the kind "owed": elsewhere it may be valid, as in a threshold. Every
+  process must call; the call waits for the arrays.
   """
   leaves = jax.tree_util.tree_leaves_with_path(state)
   return [
     f"state{jax.tree_util.keystr(path)}"
     for (path, leaf), kind in zip(leaves, _kinds(state), strict=True)
-    # The kind "" is not examined; Inf is wrong in "owed" alone, as `_kinds` says.
+    # Arrays of the kind "" may be anything.
     if kind
     and isinstance(leaf, jax.Array | np.ndarray)
     and not is_sound(leaf, may_be_inf=kind != "owed")
@@ -247,9 +248,8 @@ def without_not_finite(state: OptState) -> OptState:
   """The state with zeros in place of entries with NaN or Inf in the arrays that `owed_not_finite` names.
 
   `_kinds` gives each array a kind: "owed", residuals and movement of local steps, must
-  be finite; "carried", what else a collective remembers, may have Inf, which can stand
-  for no threshold, but no NaN; "", all others, stay as they are. An array that is not
-  sound loses each entry with NaN or Inf, the other entries stay.
+  be finite; "carried", all else that a collective remembers, may have Inf, as in a
+  threshold, but no NaN; "" are all others, which stay as they are.
   """
   leaves, structure = jax.tree.flatten(state)
   clean = [
@@ -262,16 +262,16 @@ def without_not_finite(state: OptState) -> OptState:
 def _kinds(state: OptState) -> list[str]:
   """The kind of each array of a state, in the order of its leaves.
 
-  "owed": residuals, and the movement of local steps, must be finite. "carried": what
-  else collectives remember may have Inf, as a threshold that stands for none, but no
-  NaN. "": all other arrays may be anything.
+  "owed": residuals, and the movement of local steps, must be finite. "carried": all
+  else that collectives remember may have Inf, as in a threshold, but no NaN. "": all
+  other arrays may be anything.
   """
   mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
   def of_subtree(subtree: OptState) -> OptState:
     if not states.is_reduce_state(subtree):
       return ""
-    # A residual is owed as a whole; a threshold of Inf among the rest stands for none.
+    # The residual is "owed", all else that a collective carries is "carried".
     carried = mark("carried", subtree.carried)
     owed = mark("owed", subtree.carried.residual)
     return mark("", subtree)._replace(carried=carried._replace(residual=owed))
@@ -304,21 +304,21 @@ def check_state(
     engine: the workers; None does not compare their number.
     shapes: whether the state may consist of `jax.ShapeDtypeStruct`.
     finite: whether NaN or Inf in residuals and the like (`owed_not_finite`) is an
-      error; that waits for the arrays.
+      error; this check waits for the arrays.
 
   Raises:
     ValueError: saying what does not fit, and what to do.
   """
   check_are_arrays(params, "params")
-  # Nothing can be read of donated arrays, so they are looked for first.
+  # Donated arrays cannot be read, so this check comes first.
   checks.check_alive({"params": params, "state": state})
   if not shapes:
     checks.check_arrays(state)
   reduce_states = states.reduce_states(state)
   if not reduce_states:
     raise ValueError(checks.why_none(state))
-  # Under MPI, `held` of 1, the arrays of one worker do not show how many workers there
-  # are: the number that the layout of the state records is compared.
+  # Under MPI, where `held` is 1, the arrays of one worker do not show how many workers
+  # there are: the number in the layout of the state is compared.
   checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
   checks.check_params(reduce_states, params)
   if finite and (names := owed_not_finite(state)):
@@ -363,7 +363,7 @@ def _host() -> SingleDeviceSharding:
 def _resize_state(
   state: states.ReduceState, workers: int, sharding: SpecTree
 ) -> states.ReduceState:
-  """The shapes of a `ReduceState` as those of a state of another number of workers.
+  """The shapes of a `ReduceState` for another number of workers.
 
   Args:
     state: of all workers, as shapes.
@@ -374,15 +374,16 @@ def _resize_state(
   shards = state.layout.shards
   devices = state.devices
   assert method is not None
-  # Each device of a worker has a state of its own pieces of the leaves.
+  # Each device of a worker has a state of its own pieces of the leaves. `shapes` below
+  # are those at one device of a `SoloComm`, of which only the size counts.
   device_method = (
     dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
     if shards
     else method
   )
   shapes = jax.eval_shape(lambda: first_state(SoloComm(workers), device_method, None))
-  # Arrays of their own of all devices of all workers are concatenated along the leading
-  # axis; arrays that workers share have an axis of the devices of a worker, if several.
+  # A worker's own arrays are concatenated, of all devices of all workers, along the
+  # leading axis; arrays that workers share have an axis of the S devices, if several.
   own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
   shared_shape = lambda shape: (devices, *shape) if shards else shape
   # The three functions are for a worker's own arrays, shared arrays, and the layout.

@@ -239,8 +239,8 @@ class TrainStep:
     # processes and are alike.
     self._alike: set[Hashable] = set()
     self._skips = SkipWatch("make_train_step")
-    # `_identity` of the state that the last call returned, which needs no check; None
-    # before the first call.
+    # `_identity` of the state that the last call returned, by which that state is
+    # recognized: it needs no check. None before the first call.
     self._known: jax.Array | None = None
 
   def __call__(
@@ -251,16 +251,16 @@ class TrainStep:
     **named: ArrayTree,
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
-    # A learning rate that the user has set in local optimizers gets a row a worker.
+    # A learning rate that the user sets in local optimizers gets a row for each worker.
     arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
     # The launcher counts begun steps, to see whether one can still complete.
     count_step(self._engine.processes)
-    # Before the dispatch: workers of other programs would wait for each other forever.
+    # Before the dispatch: processes with other programs would wait for each other.
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
-      # Buffers that a step has returned are its own; only those of users may be shared.
+      # Arrays that this step returned last share no buffers; arrays of the user may.
       arguments = without_aliases(
         arguments, by_buffer=_identity(state) is not self._known
       )
@@ -271,7 +271,8 @@ class TrainStep:
     )
     self._known = _identity(state)
     self._skips.add(metrics.skipped, metrics.loss)
-    # Flags of steps that have ended are read; none is waited for.
+    # Flags of steps that have ended are read; none is waited for. `find` computes the
+    # gradients once more, at the results of this step: skipped steps changed nothing.
     self._skips.look(
       find=lambda: self._find_gradients(_arguments(params, state, batch, named)),
       batch=batch,
@@ -283,15 +284,15 @@ class TrainStep:
   def _find_gradients(self, arguments: tuple[ArrayTree, ...]) -> list[str] | None:
     """Names of the gradients, and of the model state, that have NaN or Inf, each with the first such worker.
 
-    None where several processes would have to call. `arguments` are those of a step,
-    as `_arguments` gives them.
+    None with several processes, which would all have to call. `arguments` are those of
+    a step, as `_arguments` gives them.
     """
     engine = self._engine
     # Processes come here at different times, so no message may be sent.
     if engine.processes > 1:
       return None
     _, specs = self._program(*arguments)
-    # None unless a worker has several devices, whose shardings the arguments keep.
+    # None unless a worker has several devices: then arguments keep their shardings.
     kept = engine.shardings(arguments, specs)
     function = functools.partial(self._worker.finite_gradients, engine.comm)
     program = engine.jit(function, specs, engine.split, shardings=kept and (kept, None))
@@ -306,7 +307,7 @@ class TrainStep:
   def synchronize(
     self, params: optax.Params, state: OptState, **extra: ArrayTree
   ) -> tuple[ArrayTree, ArrayTree]:
-    """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged.
+    """Exchanges what workers have moved since the last exchange; without `js.local_steps` returns both unchanged.
 
     Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of
     a step, `value` too.
@@ -321,7 +322,7 @@ class TrainStep:
       # Parameters and state go in and come out; the extra arguments only go in.
       specs = (self._engine.same, placed(state, self._engine.axis))
       in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
-      # None unless a worker has several devices, whose shardings the arrays keep.
+      # None unless a worker has several devices: then arrays keep their shardings.
       kept = self._engine.shardings((params, state, extra), in_specs)
       return self._engine.jit(
         self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2])
@@ -388,16 +389,16 @@ class TrainStep:
     return program(*arguments)
 
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
-    """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
+    """The jitted step for arguments as `_arguments` gives them, and the specs of the arguments."""
     self._check(*arguments)
-    # The structure of (state, named arguments): specs follow from these two. Other
-    # parameters and batches `jit` tells apart by itself.
+    # The structure of (state, named arguments), from which specs follow. For other
+    # parameters and batches `jit` traces the program again by itself.
     structure = jax.tree.structure(arguments[1:2] + arguments[3:])
     in_specs, out_specs = self._once(
       structure, lambda: self._specs(arguments[1], _by_name(arguments))
     )
     shardings = self._engine.shardings(arguments, in_specs)
-    # A program for other shardings inside a worker is another program.
+    # Other shardings inside a worker need another jitted program.
     key = structure, tuple(jax.tree.leaves(shardings))
     return self._once(
       key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)
@@ -490,11 +491,11 @@ class TrainStep:
       RuntimeError: if another process does not come to the comparison in time.
     """
     engine = self._engine
-    # Only some ranks of MPI may come here again, and their messages would be taken for
-    # others: they compare once.
+    # Ranks of MPI compare once: in a later step only some of them may come here, and
+    # the others would take the messages of the comparison for those of the step.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return
-    # Parameters and state keep their shapes from step to step.
+    # Parameters and state keep their shapes, so shapes of the other arguments suffice.
     known = (
       program,
       *(
@@ -518,14 +519,14 @@ class TrainStep:
     # a later step some may see new shapes, and the others, with the old ones, never
     # come here: the wait is limited, and ends with an error.
     if self._alike:
-      # Shapes of parameters and state cannot be new, and are long to read: None stands
-      # in their places, by which errors name the others.
+      # Parameters and state cannot have new shapes: None keeps their places, since
+      # errors name an argument by its place.
       kept = shardings and (None, None, *shardings[2:])
       new = replicas.described((None, None, *arguments[2:]), kept)
       # Parameters and state lie on all processes of the mesh: their shardings tell for
       # which processes to wait. A batch may be an array of one process.
       replicas.wait_for_all(arguments[:2], "\n".join(new))
-    # A worker's own model state differs by intent.
+    # A worker's own model state may differ.
     own_name = "model_state" if self._worker.model_state == "worker" else None
     alike = {name: x for name, x in _by_name(arguments).items() if name != own_name}
     head += replicas.checksums("argument ", alike)
@@ -554,7 +555,7 @@ class TrainStep:
           f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search"
         )
     check_batch(batch, self._engine, self._worker.accumulate)
-    # None, a tree without leaves, unless each worker has a model state of its own.
+    # None, a tree without leaves, unless each worker has its own model state.
     rows = named.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
@@ -563,7 +564,7 @@ class TrainStep:
           f"leading axis of {self._engine.held}, one entry for each worker. Those of other workers, after js.resize: "
           f"np.resize(x, ({self._engine.held}, *x.shape[1:]))"
         )
-    # The state that this step has returned last is sound.
+    # The state that this step returned last needs no check.
     if self._known is None or _identity(state) is not self._known:
       starting.check_state(state, params, self._engine, shapes=True)
 
@@ -574,9 +575,9 @@ def _arguments(
   batch: ArrayTree,
   named: dict[str, ArrayTree],
 ) -> tuple[ArrayTree, ...]:
-  """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
-  # `rng`, `model_state` or `shared` of None is as if it were not given; in an extra
-  # argument of `tx` None is a value.
+  """The arguments of the program: (params, state, batch, named); without keyword arguments (params, state, batch)."""
+  # None for `rng`, `model_state` or `shared` counts as not given; for an extra argument
+  # of `tx` None is a value.
   named = {
     name: value
     for name, value in named.items()
@@ -586,7 +587,7 @@ def _arguments(
 
 
 def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
-  """What `_arguments` have in the fourth place."""
+  """The keyword arguments in what `_arguments` returned; {} without any."""
   return arguments[3] if len(arguments) > 3 else {}
 
 

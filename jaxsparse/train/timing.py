@@ -17,7 +17,8 @@ from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import ArrayTree, Comm
 
-# seconds of the repetitions of a measurement, more than a moment of other load
+# Seconds that the calls of a measurement take together at least, longer than a moment
+# of other load.
 _LEAST = 0.1
 
 
@@ -45,7 +46,7 @@ class Stopwatch:
 
   def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
     """Seconds of one call at the slowest worker, the same on every process, and the result of the call."""
-    # Transfers of arguments are no part of a program.
+    # Transfers of arguments are not timed.
     jax.block_until_ready(arguments)
     self.gather(0.0)  # a barrier: no value is read
     start = time.perf_counter()
@@ -73,14 +74,14 @@ class Update:
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int):
-    # The last argument is the divisor of the total.
+    # The last argument is the divisor of the total, which makes it a mean.
     self.function = lambda grads, state: reduce_step(
       collective, comm, grads, state, comm.size
     )
     self.state, state_specs = start_workers(
       engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
     )
-    # The results, (mean, next state), have the specs of the arguments.
+    # The results, (mean, next state), have the specs of (gradients, state).
     specs = self.specs = (engine.split, state_specs)
     self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
@@ -136,6 +137,7 @@ def alone(
     repetitions: as in `repeat`.
     budget: as in `repeat`, in seconds.
   """
+  # A message of this comm returns what the worker sends, without a transfer.
   comm = _AloneComm(engine.workers, engine.comm)
   update = Update(engine, collective, comm, grads.size // engine.held)
 
@@ -162,7 +164,7 @@ def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
   """
 
   def make(seed: jax.Array) -> jax.Array:
-    # Equal gradients would hide what workers with different ones send.
+    # Each worker has its own gradients, as in training: what is sent depends on that.
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)
     return jax.random.normal(key, (n,), jnp.float32)
 

@@ -99,19 +99,20 @@ class WorkerStep(NamedTuple):
         does not take it.
     """
     named = named or {}
-    # None without a model state; what a skipped step goes back to.
+    # The model state before the step, which a skipped step keeps; None without one.
     before = named.get("model_state")
     # TO_LOSS is (rng, model_state, shared): all else goes to `tx`.
     extra = {name: value for name, value in named.items() if name not in TO_LOSS}
+    # `finite`: whether this worker's model state stays finite.
     (loss, grads, model_state, aux), finite = self._own_gradients(
       comm, params, state, batch, named
     )
-    # The parameters at which the gradient was taken. Flax's scales of fp8 in `grads`
-    # are the next values of the scales in these.
-    at = trained(own_params(params, state))
-    grads, scales = combine_scales(comm, at, grads)
-    # NaN in a model state would stay for good: mark the gradient, and all workers skip
-    # the step.
+    # The parameters at which the gradient was taken. Flax's scales of fp8 are in them
+    # before the step, and in `grads` after it.
+    taken_at = trained(own_params(params, state))
+    grads, scales = combine_scales(comm, taken_at, grads)
+    # NaN in a model state would stay for good: mark the gradient by NaN, so that all
+    # workers skip the step.
     if before is not None:
       grads = _nan_unless(finite, grads)
     loss = mean_loss(comm, loss)
@@ -174,7 +175,7 @@ class WorkerStep(NamedTuple):
     rng, before, shared = (named.get(name) for name in TO_LOSS)
     # With "worker" each leaf has a leading axis of workers, [1, …] here.
     model_state = states.first_row(before) if self.model_state == "worker" else before
-    # Workers draw noise of their own.
+    # Each worker draws its own noise.
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     results = _gradients(
       self, trained(own_params(params, state)), batch, key, model_state, shared
@@ -186,7 +187,7 @@ class WorkerStep(NamedTuple):
     """The step that gives `tx` no `value=`, where `error` says that a transformation does not take that argument.
 
     Whether all transformations of a chain take `value=` shows only when it is traced:
-    `optax.contrib.sam` for one takes extra arguments and rejects this one.
+    `optax.contrib.sam`, for example, takes extra arguments and rejects `value`.
 
     Args:
       comm: the workers.
@@ -212,8 +213,8 @@ class WorkerStep(NamedTuple):
     `extra` are the extra arguments of `tx`, by name.
     """
     before = optimized(params)
-    # In this context local steps exchange, and ignore gradients. Other optimizers of the
-    # chain get zeros; their next states are thrown away below.
+    # In this context local steps exchange, and ignore gradients. Other optimizers of
+    # the chain get zeros; their next states are thrown away below.
     with synchronizing(True):
       updates, after = atomic(self.tx).update(
         optax.tree.zeros_like(before), state, before, **extra
@@ -234,16 +235,17 @@ class WorkerStep(NamedTuple):
 def combine_scales(
   comm: Comm, params: optax.Params, grads: optax.Updates
 ) -> tuple[optax.Updates, OptState]:
-  """The gradients for the optimizer, and the next scales of fp8: of all workers the maximum, in one message.
+  """The gradients for the optimizer, and the next scales of fp8: their maximum over the workers, in one message.
 
-  The histories of Flax hold largest magnitudes, so the maximum is that of the whole
-  batch. Where a gradient or a scale of a worker is not finite, the scales of `params`
-  stay, and the gradients of that worker are NaN, so that all workers skip the step.
+  Flax's histories hold largest magnitudes, so their maximum over workers is that of the
+  whole batch. Where a gradient or a scale of a worker is not finite, the scales of
+  `params` stay, and the gradients of that worker are NaN, so that all workers skip the
+  step.
 
   Args:
     comm: the workers.
     params: those of this worker, at which the gradients were taken.
-    grads: of this worker, with its next scales.
+    grads: of this worker, with its next scales in the place of those of `params`.
 
   Returns:
     (gradients, scales); () as scales for parameters without scales.
@@ -254,19 +256,20 @@ def combine_scales(
   finite = flatten.all_finite(optimized(grads)) & flatten.stays_finite(before, after)
   marked = _nan_unless(finite, optimized(grads))
   flat, restore = flatten.flatten((jnp.where(finite, 0.0, 1.0), after))
-  # The flag is the first entry; a worker that is not finite sends zeros beside it.
+  # The first entry is the flag, 1 at a worker with NaN or Inf, which sends its scales
+  # as zeros.
   sent = jnp.where(finite, flat, 0.0).at[0].set(flat[0])
   failed, largest = restore(comm.all_reduce(sent, "max"))
   return marked, optax.tree.where(failed > 0, before, largest)
 
 
 def _nan_unless(finite: jax.Array | bool, tree: ArrayTree) -> ArrayTree:
-  """The leaves, or NaN where they are not `finite`: then all workers skip the step."""
+  """The leaves as they are if `finite`, else all NaN: then all workers skip the step."""
   return jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), tree)
 
 
 def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
-  """The mean over workers; in float16 their sum may be Inf."""
+  """The mean over workers, summed in float32 where 16 bits could overflow."""
   total = comm.all_reduce(loss.astype(flatten.wide_dtype(loss)))
   return (total / comm.size).astype(loss.dtype)
 
@@ -318,7 +321,7 @@ def _gradients(
 
 
 def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
-  """Raises ValueError unless both have the same leaves, naming the first that differs."""
+  """Raises ValueError unless both model states have the same leaves, naming the first that differs."""
   # Shapes and dtypes too: a scan over micro-batches carries the model state.
   types = lambda tree: {
     name: jax.typeof(leaf).str_short()
@@ -371,7 +374,7 @@ def _accumulated(
     # Each micro-batch draws noise of its own.
     own_key = None if key is None else jax.random.fold_in(key, index)
     loss, grads, model_state, aux = grads_of_batch(batch, own_key, model_state)
-    # Scales of fp8 are no gradients: of these the largest counts.
+    # Scales of fp8 are not summed: the largest of each counts.
     scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
     total = jax.tree.map(add, total, (loss, grads))
     total = total[0], with_optimized(total[1], optimized(total[1]), scales)
@@ -428,7 +431,7 @@ def _next_model_state(
       return _reduced(x, "max", over_workers).astype(x.dtype)
     mean = over_workers(x, "mean")
     # The mean of equal numbers must be that number. Where P is no power of two, the sum
-    # or 1/P is rounded, so a mean of the differences corrects the first one.
+    # or 1/P is rounded: the mean of the differences corrects it.
     return (
       mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
     )
@@ -445,6 +448,8 @@ def _words_beside(
 ) -> jax.Array:
   """4-byte words that a worker sends in a step besides those of `tx`, u32[].
 
+  All-reduces of one entry, as of the loss, count none.
+
   Args:
     worker: the options of the step.
     size: number of workers P.
@@ -454,8 +459,8 @@ def _words_beside(
   """
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
   # Bytes: x holds P rows, and an all-gather sends this worker's row to P − 1 others.
-  sent = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
-  rows = lambda x: math.ceil(sent(x) / 4)
+  sent_bytes = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
+  rows = lambda x: math.ceil(sent_bytes(x) / 4)
   of_aux = rows if worker.aux_reduce == "stack" else cost
   words = sum(map(of_aux, jax.tree.leaves(aux)))
   for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):

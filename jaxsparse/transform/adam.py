@@ -61,7 +61,7 @@ def scale_by_window_adam(
   for 0. Updates have the dtype of the gradients. `optax.inject_hyperparams` rounds b₁,
   b₂ and ε to the dtype of the parameters, unless it has `hyperparam_dtype=jnp.float32`.
   A decay that it has rounded to 1 is taken as 1 − 2⁻⁹ (bfloat16) or 1 − 2⁻¹² (float16),
-  and an ε of 0 in float16 as 1.5e-8: numbers that are rounded so.
+  and an ε of 0 in float16 as 1.5e-8: numbers that round to 1 and to 0.
 
   Args:
     window: W, a whole number from 1 to 2²⁰.
@@ -75,7 +75,8 @@ def scale_by_window_adam(
     An `optax.GradientTransformation`; multiply by the rate after it.
 
   Raises:
-    ValueError: for a window that is no such number, or such a dtype.
+    ValueError: for a window outside its choices, or a dtype that is not
+      floating-point.
 
   Example:
     The updates of four workers, each with an Adam of its own, exchanged as signs:
@@ -92,8 +93,7 @@ def scale_by_window_adam(
       f"scale_by_window_adam: mu_dtype={mu_dtype!r}, choose a floating-point dtype, or None"
     )
   adam = _WindowAdam(
-    # A Python number: the arithmetic of a numpy integer could overflow, and its dtype
-    # would change those of results.
+    # A Python int: a numpy integer could overflow, and its dtype could promote results.
     int(window),
     # optax.inject_hyperparams may have rounded these to 16 bits, to 1 and to 0.
     _unrounded_decay(b1),
@@ -119,8 +119,7 @@ class _WindowAdam(NamedTuple):
     wide = lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf))
     zeros = lambda: jax.tree.map(wide, params)
 
-    # A step that donates its state needs an array of its own for each: hence `zeros()`
-    # three times.
+    # `zeros()` is called for each average, since a buffer cannot be donated twice.
     mu = self._stored(zeros())
     return WindowAdamState(jnp.int32(0), mu, average=zeros(), nu=zeros())
 
@@ -136,14 +135,14 @@ class _WindowAdam(NamedTuple):
     step = optax.safe_increment(state.step)
     of_leaf = functools.partial(self._update_leaf, step)
     moments = (state.mu, state.average, state.nu)
-    # Of complex leaves optax adds complex averages and real squares: that promotion has
-    # to be allowed, whatever the user has set.
+    # For complex leaves optax adds complex and real arrays, a promotion that the user's
+    # settings may forbid.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
-    # `leaves` has a tuple of four in place of each leaf: it becomes four pytrees.
-    averages = jax.tree.structure((0, 0, 0, 0))
+    # `leaves`, a pytree of tuples (update, m, a, v), becomes four pytrees.
+    tuple_of_four = jax.tree.structure((0, 0, 0, 0))
     scaled, mu, average, nu = jax.tree.transpose(
-      jax.tree.structure(updates), averages, leaves
+      jax.tree.structure(updates), tuple_of_four, leaves
     )
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
@@ -162,11 +161,11 @@ class _WindowAdam(NamedTuple):
     """
     # The dtype of all arithmetic: that of the parameter, float32 for 16 bits.
     dtype = average.dtype
-    # The corrections are powers of decays by this count: float64 where x64 is on.
+    # The exponent of decays in bias corrections: float64 where x64 is on.
     count = step.astype(jnp.result_type(float))
     window_decay = (self.window - 1) / (self.window + 1)
-    # Options that are arrays have one dtype for all leaves: cast to the real dtype of
-    # this leaf, so that they do not change its dtype.
+    # Options may be arrays, of one dtype for all leaves. In the real dtype of this leaf
+    # they do not promote it.
     real = jnp.finfo(dtype).dtype
     options = self.b1, self.b2, self.eps
     b1, b2, eps = (_cast_number(x, real) for x in options)
@@ -175,13 +174,13 @@ class _WindowAdam(NamedTuple):
       x, _cast_number(decay, count.dtype), count
     )
     wide = grad.astype(dtype)
-    # Momentum is that of g itself: an average of averages would come later.
+    # m averages g itself: an average of averages would lag.
     mu = optax.tree.update_moment(wide, mu.astype(dtype), b1, 1)
     average = optax.tree.update_moment(wide, average, window_decay, 1)
-    # v is of the squares of â, not of g: â has about the noise of the mean gradient of
-    # all workers.
+    # v averages the squares of â, not of g: â has about the noise of the mean gradient
+    # of all workers.
     recent = corrected(average, window_decay)
-    # |â|² of a complex entry, where a plain square would be complex.
+    # `per_elem_norm` takes |â|², which is real for complex entries, too.
     nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)
     scaled = corrected(mu, b1) / (jnp.sqrt(corrected(nu, b2)) + eps)
     return scaled.astype(grad.dtype), mu, average, nu
@@ -205,8 +204,8 @@ def _unrounded_decay(decay: Any) -> Any:
     return decay
   # Halfway between 1 and the largest number below it in 16 bits: decays above it were
   # rounded to 1.
-  most = 1 - float(jnp.finfo(decay.dtype).epsneg) / 2
-  return jnp.minimum(decay.astype(jnp.float32), most)
+  largest = 1 - float(jnp.finfo(decay.dtype).epsneg) / 2
+  return jnp.minimum(decay.astype(jnp.float32), largest)
 
 
 def _unrounded_eps(eps: Any) -> Any:
@@ -217,7 +216,7 @@ def _unrounded_eps(eps: Any) -> Any:
   # `wide_dtype` is float32 for 16 bits, else the dtype itself.
   if wide_dtype(eps) == jnp.result_type(eps):
     return eps
-  # An ε below half of the smallest number was rounded to 0; this is half of that again.
+  # Numbers up to half of the smallest positive one round to 0: take half of that limit.
   least = float(jnp.finfo(eps.dtype).smallest_subnormal) / 4
   return jnp.maximum(eps.astype(jnp.float32), least)
 

@@ -68,8 +68,8 @@ def average_momentum(
     An optimizer to be the `inner` of `js.local_steps`.
 
   Raises:
-    ValueError: for such an `every`, or a dtype outside its choices; when used, if
-      `inner` has no momentum.
+    ValueError: for an `every` that is no whole number from 1 up, or a dtype outside its
+      choices; when used, if `inner` has no momentum.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -87,8 +87,7 @@ def average_momentum(
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
-    # A transform, and so an exchange, for each momentum: a chain may have several, of
-    # different leaves.
+    # One exchange for each momentum: a chain may have several, of different leaves.
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
 
@@ -108,12 +107,12 @@ def average_momentum(
   ) -> tuple[optax.Updates, AveragedState]:
     # The optimizer steps first, so that the momentum of this step is averaged.
     updates, after = inner.update(grads, state.inner, params, **extra)
-    # Without an exchange the counters of the averaging transforms note a step without
-    # messages. Local steps undo the whole state if the workers skip this step.
+    # Without an exchange the counters note a step without messages, as not skipped: if
+    # the workers skip it, local steps undo the whole state.
     skipped = jnp.bool_(False)
     keep = lambda momentum, means: (momentum, idle_step(means, skipped))
-    # `since` is in a state of each worker's own, but the same on all, which skip the
-    # same steps: `mark_total` declares that all take the same branch.
+    # `since` counts the steps since the last average. It is state of a worker's own but
+    # equal on all, which skip the same steps; `mark_total` declares that.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
     momentum, means = varying.cond(
       due, exchange, keep, _momentum_of(after), state.means
@@ -125,7 +124,7 @@ def average_momentum(
 
 
 def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
-  """The state with `momentum[path]` in place of the momentum at each of these paths."""
+  """The state with the momentum at each path replaced by `momentum[path]`."""
   for path, tree in momentum.items():
     is_at_path = lambda key_path, _, path=path: keystr(key_path) == path
     # A path ends with the name of its field, as in `[0].mu`.
@@ -144,7 +143,8 @@ def _momentum_of(state: OptState) -> _Momentum:
     for name in _FIELDS
     for pair in optax.tree.get_all_with_path(state, name, is_field)
   ]
-  # optax.tree_map_params inits with placeholders instead of arrays: each counts.
+  # Momentum without entries, as of masked leaves, needs no exchange. Placeholders, with
+  # which optax.tree_map_params inits instead of arrays, count as momentum.
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )

@@ -61,8 +61,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  # Counters have an entry for each device of each worker whose rows are here: `held` of
-  # them, if the state was made for `workers` workers.
+  # `skipped` has an entry for each device of each worker whose arrays are here: `held`
+  # workers if the state was made for `workers`, else proportionally more or fewer.
   made_for = state.counters.skipped.size // state.devices * workers // held
   if made_for != workers:
     raise ValueError(
@@ -72,16 +72,16 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
 
 
 def check_layout(opt_state: OptState, workers: int | None = None) -> None:
-  """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
+  """Checks that the arrays have the sizes that the state was made with; states of shapes or tracers pass.
 
   Args:
     opt_state: the state of all workers.
-    workers: how many there are; None for as many as the arrays have rows, where they
-      have several.
+    workers: the number of workers; None for that of the rows of the arrays.
 
   Raises:
-    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays,
-      silently, where it is not strict.
+    ValueError: if arrays were cut or padded, which Orbax does silently where it is not
+      strict, or if the state was made for another number of workers, or restored into
+      that of other leaves or options.
   """
   for state in reduce_states(opt_state):
     if isinstance(state.layout.workers, jax.core.Tracer) or not hasattr(
@@ -94,19 +94,19 @@ def check_layout(opt_state: OptState, workers: int | None = None) -> None:
       int(np.max(_compat.local_shard(array))) for array in state.layout[:3]
     )
     shards = state.layout.shards
-    # One for each device of each worker.
+    # One row for each device of each worker.
     rows = state.counters.skipped.size
-    # `layout[3:]` is (shards, method): those of the state restored into, while the
-    # checksum is an array, as it was saved.
+    # A restore keeps `layout[3:]`, (shards, method), of its target: it holds no arrays.
+    # The checksum, an array, is that of the saved state.
     if checksum != checksum_of(*state.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
         "js.convert"
       )
-    # One row may be that of one worker of many: then the layout alone tells how many.
+    # A single row may be that of one of many workers: then only the layout tells P.
     expected = workers or (rows // state.devices if rows > 1 else made_for)
-    # Entries of a residual at one device, with the padding of its pieces.
+    # From here on the entries of a residual at one device, with padding.
     entries = sum(shards.sizes) if shards else entries
     sizes = [
       residual.size for residual in state.carried.residual if residual is not None
@@ -153,6 +153,7 @@ def check_arrays_of(
 
 def check_params(states: Sequence[ReduceState], params: optax.Params) -> None:
   """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
+  # Shapes by name, of the leaves as transforms see them inside wrappers of optax.
   shapes = leaf_shapes(shapes_seen(states, params))
   for state in states:
     if state.layout.method is None:
@@ -224,7 +225,8 @@ def check_kept_types(before: ArrayTree, after: ArrayTree) -> None:
 
 
 def check_local_state(state: LocalState, params: optax.Params) -> None:
-  """Raises ValueError for an inner or outer transformation that cannot be one."""
+  """Raises for an inner or outer transformation that local steps cannot use, or for complex parameters."""
+  # `optax.tree_map_params` inits with a placeholder instead of parameters.
   if isinstance(params, PLACEHOLDER):
     return
   for name, leaf in leaves_by_name(params).items():
@@ -241,7 +243,7 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
       "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
       "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
     )
-  # A transform without a residual, as a dense average, may stand in `inner`.
+  # `inner` may have a transform without a residual, as a dense average.
   if any(
     jax.tree.leaves(reduce_state.carried.residual)
     for reduce_state in reduce_states(state.inner)
@@ -298,6 +300,8 @@ def check_method(
   check_workers(state, workers)
   method: Any = state.layout.method
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
+  # Raises for a state of js.simulate (None), or names the leaf whose shape differs.
+  # Leaves of the same shapes in another order pass, and are refused below.
   if method is None or method.shapes != shapes:
     check_params([state], grads)
   # The collective with its options, by the numbers of the leaves of each group.
@@ -325,11 +329,12 @@ def _summed_error(path: jax.tree_util.KeyPath, axis: Any) -> ValueError:
 def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
   """Raises ValueError for gradients of local steps that by their types are equal on all workers.
 
-  They were then taken at the outer parameters, whose gradients JAX sums over workers,
-  and not at each worker's own. Types tell only where a shard_map checks replication:
-  the counters in `state`, which differ between workers, then vary over their axes.
+  Such gradients were taken at the outer parameters, where JAX sums them over the
+  workers; local steps need gradients at each worker's own parameters. Types tell only
+  where a shard_map checks replication.
   """
-  # Empty without such a check: nothing can be told.
+  # The axes of the workers, over which counters vary by their types; empty without such
+  # a check.
   axes = axes_of_workers(reduce_states(state.outer))
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   if (
@@ -416,7 +421,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   pmean of the user's own.
 
   Warns:
-    UserWarning: without that check, if gradients come into the shard_map as they are.
+    UserWarning: without that check, if all gradients are arguments of the shard_map.
   """
   # Other comms name no axis, along which a type could vary or a psum be taken.
   if not isinstance(comm, AxisComm):

@@ -100,7 +100,8 @@ class Exchange:
     )
     inner = states.add_row(self.inner.init(params))
     applied = Applied() if self.apply_residual else ()
-    # inner, outer, moved, since, steps, flight, applied
+    # inner, outer, moved, since, steps, flight, applied. `_OnDemand` replaces `moved`,
+    # and `Delayed` the flight.
     state = LocalState(inner, outer, (), jnp.int32(0), jnp.int32(0), (), applied)
     check_local_state(state, params)
     return state
@@ -123,7 +124,8 @@ class Exchange:
     )
     warn_of_frozen(states.reduce_states(state.outer), grads, updates)
     finite = flatten.stays_finite(before, after)
-    if states.reduce_states(after):  # a transform returns zeros for what is not finite
+    # A transform inside returns zeros in place of NaN and Inf, so its flag counts, too.
+    if states.reduce_states(after):
       finite &= ~states.is_skipped(after)
     return updates, states.add_row(after), finite
 
@@ -140,10 +142,10 @@ class Exchange:
     return varying.switch(due, self.kinds(given), state), due
 
   def kinds(self, given: Given) -> list[Callable[[LocalState], Stepped]]:
-    """What a step may do: item 0 is a step without an exchange, item 1 + f the exchange of fragment f."""
+    """The kinds of steps, as functions of the state: item 0 has no exchange, item 1 + f exchanges fragment f."""
     agree = functools.partial(self.agree, given=given)
-    # An exchange says with NaN in its entries that a worker skips the step. A fragment
-    # without entries sends none: its workers agree as in a step without an exchange.
+    # In an exchange NaN in the entries of one worker makes all skip. A fragment without
+    # entries sends none: its workers agree as in a step without an exchange.
     return [agree] + [
       functools.partial(self.exchange, fragment, given=given)
       if self.fragments.has_entries(given.params, fragment)
@@ -156,10 +158,9 @@ class Exchange:
     return flatten.representable(moved, p.dtype)[1]
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
-    """A step without an exchange: no update; the workers agree on whether all of them are finite."""
+    """A step without an exchange: no update; the workers agree to skip it unless all of them are finite."""
     zeros = optax.tree.zeros_like(given.params)
-    # Fragment 0 serves as well as another: with `agree=` the outer chain exchanges one
-    # flag, and no gradient.
+    # Any fragment would do: with `agree=` its outer chain exchanges one flag only.
     sent = self.fragments.part(zeros, 0)
     params = self.fragments.part(given.params, 0)
     before = state.outer[0]
@@ -174,8 +175,8 @@ class Exchange:
 
   def exchange(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The exchange of the movement of a fragment."""
-    # Of the movement, θ − θ_w, what the dtype of a parameter holds is sent; the rest
-    # stays in `moved` (`keep_moved`).
+    # The movement θ − θ_w is sent in the dtype of the parameter; `keep_moved` keeps the
+    # rest.
     held = lambda moved, p: flatten.representable(moved[0], p.dtype)[0]
     moved = self.fragments.part(state.moved, fragment)
     params = self.fragments.part(given.params, fragment)
@@ -185,21 +186,21 @@ class Exchange:
   def reduce(
     self, fragment: int, pseudo_gradient: optax.Updates, state: LocalState, given: Given
   ) -> Stepped:
-    """The update from the pseudo-gradients of all workers; skipped where that of one is not finite."""
+    """The update of a fragment from the pseudo-gradients of all workers; skipped unless all workers are finite."""
     # NaN of one worker is in the total of all, so that all skip the exchange without a
     # further message.
     mark = lambda x: jnp.where(given.finite, x, jnp.nan)
     sent = optax.tree.cast_like(jax.tree.map(mark, pseudo_gradient), pseudo_gradient)
     params = self.fragments.part(given.params, fragment)
     before = state.outer[fragment]
-    # Names and dtypes of the leaves as the transform sees them: means are rounded to
-    # the dtypes of the parameters, and the residual keeps what that leaves.
+    # By the names that the transform sees, the dtypes of the parameters, to which it
+    # rounds means; its residual keeps the rounding errors.
     seen = flatten.leaves_by_name(shapes_seen(states.reduce_states(before), params))
     with mean_dtypes(tuple((name, leaf.dtype) for name, leaf in seen.items())):
       updates, after = atomic(self.outer).update(sent, before, params, **given.extra)
     updates = optax.tree.cast_like(updates, params)
     skipped = states.is_skipped(after)
-    # Fragments without a turn count a step, too, so that all counters agree.
+    # The other fragments count a step without messages, so that all counters agree.
     outer = tuple(
       after if index == fragment else states.idle_step(idle, skipped)
       for index, idle in enumerate(state.outer)
@@ -209,7 +210,7 @@ class Exchange:
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The update of a fragment when workers synchronize."""
-    # `Delayed` may have one in flight, which it applies in place of an exchange.
+    # `Delayed` overrides this to apply an update that is in flight instead.
     return self.exchange(fragment, state, given)
 
   def undelivered(
@@ -250,7 +251,10 @@ class Delayed(Mixed):
   def step(
     self, due: jax.Array, state: LocalState, given: Given
   ) -> tuple[Stepped, jax.Array]:
-    """A step that applies the update in flight if it is due; until then no fragment has its turn."""
+    """The step, and 1 + the fragment that it updates, 0 for none; no exchange begins while an update is in flight.
+
+    `due` is i32[], 1 + the fragment whose turn it is, 0 for none.
+    """
     count = self.fragments.count
     flight = state.flight
     # Kinds of steps: 0 without an exchange, 1 + f exchanges fragment f, and `count + 1`
@@ -258,6 +262,7 @@ class Delayed(Mixed):
     arrives = jnp.where(flight.left == 1, count + 1, 0)
     kind = jnp.where(flight.left > 0, arrives, due)
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
+    # An exchange updates no parameters: its update is applied later.
     updated = jnp.where(kind > count, flight.fragment + 1, 0)
     return varying.switch(kind, kinds, state), updated
 
@@ -276,7 +281,7 @@ class Delayed(Mixed):
     return done._replace(updates=zeros, flight=flight)
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
-    """When workers synchronize: the update of the fragment that is in flight; else that of an exchange now."""
+    """When workers synchronize: applies the update of the fragment if it is in flight, else exchanges now."""
     apply = lambda state: self._apply_flight(state, given)
     # Within the lambda, `super()` would take its `state` for `self`.
     exchange = super().exchange
@@ -287,8 +292,8 @@ class Delayed(Mixed):
     self, state: LocalState, fragment: int, moved: jax.Array, p: jax.Array
   ) -> jax.Array:
     """θ − θ_w of a leaf after workers have synchronized: zeros where an update in flight was applied."""
-    # The update in flight is of the movement before its flight. Workers go on from the
-    # outer parameters, and what they have moved since is dropped.
+    # That update is of the movement before its flight. Movement during the flight is
+    # dropped, since workers go on from the outer parameters.
     left = super().undelivered(state, fragment, moved, p)
     return jnp.where(_is_flying(state, fragment), jnp.zeros_like(left), left)
 

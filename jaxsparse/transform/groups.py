@@ -98,18 +98,18 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
     TypeError: for an option that a collective does not have, or no collective.
   """
   collectives = [default]
-  # (compiled expression, number of its collective)
+  # (compiled expression, index of its collective)
   patterns = []
   for pattern, label in special.items():
     try:
       collective = make_collective(label)
     except (TypeError, ValueError) as error:
       raise type(error)(f"special: {pattern!r}: {error}") from error
-    # A k is meant for the leaves of its pattern, so equal collectives with one stay
-    # apart.
+    # Leaves of equal collectives are reduced together. A k is meant for the leaves of
+    # its own pattern: collectives with a k stay apart.
     if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
-    # Its number: of the last equal collective, the one just appended if it has a k.
+    # The index of the last equal collective: the one just appended, if any was.
     kind = len(collectives) - 1 - collectives[::-1].index(collective)
     try:
       patterns.append((re.compile(pattern), kind))
@@ -129,8 +129,8 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
 def check_special(special: Special, tree: ArrayTree) -> None:
   """Raises ValueError for an expression that matches the name of no leaf of `tree`, masked leaves included.
 
-  A transform may have a part of the leaves (`optax.multi_transform`, fragments), of
-  which an expression matches none.
+  Masked leaves count, since a transform may be given some of the leaves only
+  (`optax.multi_transform`, fragments), and an expression may match none of these.
   """
   is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
   # name -> whether the leaf, or a whole part of the tree, is an `optax.MaskedNode`
@@ -166,7 +166,7 @@ def groups_of(
     >>> [(group.leaves, group.collective.label) for group in groups]
     [((0,), 'dense'), ((1,), 'topka:k=9'), ((2,), 'spardl:k=9')]
   """
-  # The number of each leaf's collective in the assignment; 0 is the default.
+  # The index of each leaf's collective in the assignment, its kind; 0 is the default.
   kind_of = [
     next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0)
     for name in shapes
@@ -174,8 +174,8 @@ def groups_of(
   shape_of = list(shapes.values())
   sizes = list(map(math.prod, shape_of))
   groups: list[Group] = []
-  members: dict[int, list[int]] = {}  # numbers of the groups of each collective
-  made: list[range] = []  # numbers of the groups of each bundle
+  members: dict[int, list[int]] = {}  # indices of the groups of each kind
+  in_bundle: list[range] = []  # indices of the groups of each bundle
   # None: one bundle of all leaves.
   for bundle in [Bundle(tuple(range(len(sizes))))] if bundles is None else bundles:
     first = len(groups)
@@ -183,13 +183,13 @@ def groups_of(
     for kind in dict.fromkeys(kind_of[leaf] for leaf in bundled):
       leaves = tuple(leaf for leaf in bundled if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      # This group waits for those of the bundles that its bundle waits for, and for the
-      # earlier groups of its own bundle.
+      # A group waits for the groups of all bundles that its bundle waits for, and for
+      # the earlier groups of its own bundle.
       before = {
-        *itertools.chain(*(made[other] for other in bundle.waits_for)),
+        *itertools.chain(*(in_bundle[other] for other in bundle.waits_for)),
         *range(first, len(groups)),
       }
-      # A group that another one in `before` waits for itself need not be named.
+      # To wait for a group implies to wait for the groups that it waits for.
       implied = {other for group in before for other in groups[group].waits_for}
       entries = sum(sizes[leaf] for leaf in leaves)
       groups.append(
@@ -197,8 +197,8 @@ def groups_of(
           leaves, entries, assignment.collectives[kind], tuple(sorted(before - implied))
         )
       )
-    made.append(range(first, len(groups)))
-  # A collective's k is shared out among all its groups, so only once all are known.
+    in_bundle.append(range(first, len(groups)))
+  # A k is divided among all groups of its collective, which are known only now.
   for kind, indices in members.items():
     alike = [groups[index] for index in indices]
     fitted = _fit_collective(assignment.collectives[kind], alike, shape_of)

@@ -177,19 +177,18 @@ def local_steps(
         "local_steps: update needs the parameters, give tx.update(grads, state, params)"
       )
     check_arrays_of(steps.init, state, params)
-    # `synchronizing` is the same as the argument, for wrappers that pass none on.
-    # Gradients are zeros then, and not checked.
+    # The context `synchronizing` replaces the argument in wrappers that pass none on.
+    # Gradients are zeros then, and need no check.
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
     local_updates, inner, finite = exchange.step_inner(grads, state, params, extra)
-    # Without `inner`, which goes around the conditional of an exchange: XLA copies what
-    # a conditional returns.
+    # `inner` is left out, since XLA copies what the conditional of an exchange returns.
     tried = state._replace(inner=(), steps=state.steps + 1)
     done, after = steps.step(local_updates, tried, Given(params, finite, extra))
     after = after._replace(inner=inner, flight=done.flight)
-    # Where workers skip the step, all but `outer` goes back. The exchange has undone
-    # `outer` already, without a pass over residuals.
+    # A skipped step is undone. The exchange has undone `outer` itself, which saves a
+    # pass over residuals.
     kept = select_state(
       done.skipped, state._replace(outer=()), after._replace(outer=())
     )
@@ -239,7 +238,7 @@ class _EveryStep(NamedTuple):
     self, updates: optax.Updates, state: LocalState, given: Given
   ) -> tuple[Stepped, LocalState]:
     """The step of the outer parameters, and the next state, from the `updates` of this worker's inner optimizer."""
-    # Local updates that are not finite skip the step as an inner state does.
+    # Updates with NaN or Inf skip the step, too: `finite` is so far of the inner state.
     given = given._replace(finite=given.finite & flatten.all_finite(updates))
     state = state._replace(since=jnp.int32(0))
     # Without an entry to mark with NaN, the workers agree by a flag. There is one
@@ -262,8 +261,8 @@ class _OnDemand:
   """Movement is exchanged when `synchronize` is called, and by no step.
 
   `state.moved` is θ − θ_w of this worker, f32[1, …] of each leaf: minus the sum of its
-  updates since the last exchange, and what that has left. `state.since` counts the
-  steps since then.
+  updates since the last exchange, plus what that exchange has not delivered.
+  `state.since` counts the steps since that exchange.
   """
 
   exchange: Exchange
@@ -286,7 +285,7 @@ class _OnDemand:
     return self.step_outer(state, given._replace(finite=finite))
 
   def step_outer(self, state: LocalState, given: Given) -> tuple[Stepped, LocalState]:
-    """The step of the outer parameters after the local one, and the state with what it leaves of the movement."""
+    """The step of the outer parameters after the local one, and the state with the movement that it leaves."""
     return self.exchange.agree(state, given), state
 
   def synchronize(
@@ -307,8 +306,8 @@ class _OnDemand:
   ) -> Result:
     """The exchanges of all fragments; for a fragment whose update is in flight, that update is applied instead."""
     fragments = self.exchange.fragments
-    # The True says that this worker is finite: no local step is taken. Made within the
-    # branch of a conditional: as its operand it would take equations.
+    # True: this worker is finite, since no local step is taken. It is made here, within
+    # the branch of a conditional; as an operand of the branch it would add equations.
     given = Given(params, jnp.bool_(True), extra)
     total = optax.tree.zeros_like(params)
     # The inner optimizer has no part in an exchange.

@@ -164,7 +164,8 @@ def metrics(
   # In the order of the arguments of `_read`.
   states = list(by_label.values()), local_states(state), restored_states(state)
   if over is None:
-    # The numbers are those of all processes, so each of them has to call.
+    # The numbers are those of all processes, so each has to call. On CPU devices
+    # `dispatch` runs one program at a time: several in flight can deadlock.
     _compat.wait_for_processes(state, "js.metrics", timeout)
     combined = dispatch(_of_all_workers, *states)
   else:
@@ -197,13 +198,14 @@ def _read(
   """
   several = states if len(states) > 1 else ()
   parts = tuple(summary([state], comm) for state in several)
-  # Over leaves: Σ_w ⟨u_w, mean⟩ and Σ_w ⟨u_w, delivered_w⟩, whose quotient is s².
+  # Sums over leaves of Σ_w ⟨u_w, mean⟩ and Σ_w ⟨u_w, delivered_w⟩; their ratio is s².
   products = [state.products.sum(0) for state in restored]
   shared, delivered = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(delivered > 0, delivered, 1.0)
   combined = summary(states, comm)._replace(parts=parts, agreement=agreement)
   if not local:
     return combined
+  # Of several local steps the largest number counts.
   since, steps = (
     jnp.max(jnp.array([getattr(state, name) for state in local]))
     for name in ("since", "steps")
@@ -222,14 +224,14 @@ _of_all_workers = jax.jit(_read)
 
 
 def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
-  """Metrics of transforms together, over the workers whose counters and residuals are in `states`, and those of a comm.
+  """The metrics of one or several transforms together, over all workers: those in `states`, and those of `comm`.
 
   Args:
     states: of all workers, or of one.
     comm: all workers where `states` are of one; by default the states are of all.
   """
   over_workers = functools.partial(_over_workers, comm)
-  # `entries`, u32[], may have a row for each worker where a state has one: all equal.
+  # `entries` is u32[]; in an inner optimizer u32[P], all equal: hence the maximum.
   entries_of = lambda state: state.layout.entries.astype(jnp.float32).max()
   entries = sum(map(entries_of, states), jnp.float32(0))
   # Each item is (counters, words so far) [P]. Counters of inner optimizers are [P, 1].
@@ -243,7 +245,7 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     skipped=combined.skipped.astype(jnp.int32),
     total_words=sum(words, jnp.float32(0)),
   )
-  # Each counter becomes one number, as its annotation says: workers may differ in it.
+  # Each counter becomes one number over workers, as its annotation in `Counters` says.
   over_all = Counters(*map(over_workers, combined, _OVER_WORKERS))
   # One root at the end: the norm of all residuals as one vector.
   squares = [
@@ -269,8 +271,8 @@ def _over_workers(
     x = x.astype(jnp.float32)
   elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
     # Each addend is clipped to its share of the largest integer.
-    most = jnp.iinfo(x.dtype).max // (x.size * comm.size)
-    x = jnp.minimum(x, most)
+    largest = jnp.iinfo(x.dtype).max // (x.size * comm.size)
+    x = jnp.minimum(x, largest)
   x = getattr(jnp, op)(x)
   return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
@@ -368,10 +370,10 @@ def count_step(
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # A run-time false, which XLA cannot fold, keeps the update of all counters in one
-  # kernel of a GPU: constants among them would take a copy each. On GPUs it depends on
-  # an entry of `update`, since XLA would copy scalars, too; else on a count, never < 0.
-  # Without its sign bit an f32 is no negative integer.
+  # `always_false` is computed at run time, so that XLA cannot fold it and writes all
+  # counters in one kernel of a GPU: constants among them would take a copy each. There
+  # it reads an entry of `update`, since XLA would copy scalars, too: the bits of an f32
+  # without its sign are no negative integer. Elsewhere it reads a count, never < 0.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
   steps = before.skipped_steps
   of_array = lambda: (bits(update[:1]) < 0) & (steps >= 0)

@@ -23,8 +23,8 @@ def diloco(
 ) -> optax.GradientTransformation:
   """DiLoCo: H local steps, a dense average, and Nesterov's momentum on it (Douillard et al., 2023, Algorithm 1).
 
-      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9,
-      nesterov=True)) js.local_steps(inner, outer, every=500)
+      sgd = optax.sgd(0.7, momentum=0.9, nesterov=True)
+      js.local_steps(inner, optax.chain(js.dense_transform(axis), sgd), every=500)
 
   Args:
     inner: the optimizer of each worker; AdamW in the paper.
@@ -79,13 +79,13 @@ def streaming_diloco(
   exchanged in 32 bits instead of 4, and the defaults of H, τ and α are ours. Those of
   the outer step are the defaults of `js.diloco`:
 
-      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9,
-      nesterov=True)) js.local_steps(inner, outer, every=100, fragments=F, delay=1,
-      mixing=0.5)
+      sgd = optax.sgd(0.7, momentum=0.9, nesterov=True)
+      outer = optax.chain(js.dense_transform(axis), sgd)
+      js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
 
   Args:
-    inner: the optimizer of each worker, which sees one fragment at a time
-      (`js.local_steps`); AdamW in the paper.
+    inner: the optimizer of each worker, which updates all leaves in each step; AdamW in
+      the paper.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
     fragments: F, 1 … H.
@@ -136,7 +136,7 @@ def sparseloco(
   """SparseLoCo: H local steps, then the top-k of each chunk in 2 bits a value (Sarfi et al., 2025).
 
   A residual that decays by β takes the place of outer momentum. A worker sends 36 words
-  for a chunk of 4,096 entries: 16 bits for each of the 64 largest and four words:
+  for a chunk of 4,096 entries, 16 bits for each of the 64 largest and four words:
   `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`. Differences from the
   authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is rounded
   by itself (`js.chunktopk_transform`).
@@ -200,7 +200,7 @@ def demo_transform(
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
     learning_rate: η, a number or a schedule.
-    density: ρ, of the coefficients of each chunk.
+    density: ρ, of the coefficients of each tile.
     decay: β.
     chunk: entries of a full tile, a square number.
     combine: "workers", or "contributors" as in the authors' code, which does not

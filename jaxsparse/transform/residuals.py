@@ -23,8 +23,8 @@ _Leaves = list[jax.Array]
 def own_params(params: optax.Params, state: OptState) -> optax.Params:
   """The parameters of this worker, θ_w, at which it takes its gradient; inside shard_map.
 
-  Where nothing is moved their values are those of `params`. Of `params` themselves,
-  which are typed as equal on all workers, JAX would sum the gradients over the workers.
+  Without movement they have the values of `params`, but are typed as this worker's own:
+  gradients at `params`, typed as equal on all workers, JAX sums over the workers.
 
   Args:
     params: θ, the outer parameters, the same on every worker.
@@ -43,11 +43,11 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     Array([0.75, 1.  ], dtype=float32)
   """
   moved = moved_leaves(state).items()
-  # By name, in the shapes of leaves, what to subtract from θ: θ − θ_w, and the residual
-  # where local steps apply it. Empty for a state without local steps.
+  # What to subtract from each leaf of θ, by name: θ − θ_w, and the residual where local
+  # steps apply it. Empty for a state without local steps.
   behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
   for local in states.local_states(state):
-    # The leading axis of these is that of workers: 1 at one worker.
+    # These arrays have a row for each worker: one row at one worker.
     of_workers = jax.tree.leaves((local.inner, local.moved))
     if rows := {len(leaf) for leaf in of_workers} - {1}:
       raise ValueError(
@@ -71,7 +71,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       else p
     )
 
-  # Typed as a worker's own: JAX would sum a gradient at a parameter of all workers.
+  # The axes of the workers: the results are typed as varying over them.
   reduce_states = states.reduce_states(state)
   axes = states.axes_of_workers(reduce_states)
   return varying.as_varying(map_seen(own_leaf, reduce_states, params), axes)
@@ -107,12 +107,12 @@ def take_residuals(
   What the dtype of a leaf rounds off, or cannot hold, stays in the residual.
 
   Args:
-    leaves: of the parameters that the transform covers; their shapes and dtypes count.
+    leaves: of the parameters that the transform covers; only shapes and dtypes matter.
     state: of one worker.
     moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum
       is f32. None adds nothing.
-    mean: maps the float32 leaves of a device, those that owe something, to their means
-      over the workers; by default each worker takes its own.
+    mean: maps residual plus movement at a device, a list of f32 leaves, to the means
+      over the workers; by default each worker keeps its own values.
   """
 
   def step(
@@ -125,7 +125,7 @@ def take_residuals(
     # By number of the leaf: the residual, plus movement, f32.
     owing: dict[int, jax.Array] = {}
     for group, group_state in zip(groups, carried, strict=True):
-      # Movement is delivered of all leaves, also where a group keeps no residual.
+      # Movement is delivered also where a group keeps no residual.
       if group_state.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
         owing |= zip(group.leaves, _add_flat(wide, group_state.residual), strict=True)

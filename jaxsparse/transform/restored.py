@@ -21,7 +21,7 @@ from jaxsparse.types import ArrayTree, saturated_sum
 
 
 def norm_restored(transform: optax.GradientTransformation) -> Transform:
-  """The transform with its mean of the workers' updates u_w times 1/s: what disagreement takes of its length.
+  """The transform with its mean of the workers' updates u_w multiplied by 1/s, which makes it as long as each u_w.
 
   An optimizer that normalizes (Muon, Adam, Lion, signs) gives each worker an update of
   full length. Their noise differs, so their mean is shorter, and one optimizer after a
@@ -80,6 +80,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
 
   def init(params: optax.Params) -> OptState:
     before = transform.init(params)
+    # `optax.tree_map_params` inits with a placeholder instead of parameters.
     if isinstance(params, PLACEHOLDER):
       return before
     leaves = len(jax.tree.leaves(params))
@@ -108,8 +109,8 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
     delivered = entered - _products(updates, residuals(after))
-    # `mean` is total / divisor, and the formula has total / P. The divisor is P, or 1
-    # where updates are weighted: their weights are taken for 1/P.
+    # The formula has total / P, and `mean` is total / divisor. The divisor is P, or 1
+    # where updates are weighted already: these weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
     # f32[leaves, 2], summed over workers in one message.
     pairs = jnp.stack([shared, delivered], axis=1)
@@ -149,7 +150,7 @@ def _products(a: ArrayTree, b: ArrayTree) -> jax.Array:
 
 
 def _add_words(state: ReduceState, words: int) -> ReduceState:
-  """The state with `words` 4-byte words counted that were sent besides those of its collectives."""
+  """The state whose counters include `words` more 4-byte words sent, besides those of its collectives."""
   before = state.counters
   # u32 wraps around, and is then less than what was added.
   total = before.total_words + jnp.uint32(words)

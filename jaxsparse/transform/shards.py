@@ -98,9 +98,10 @@ class Shards:
 
   @property
   def pieces(self) -> list[tuple[int, ...]]:
-    """The shape of the piece of each leaf, the same on every device: a shard, or whole rows of one where these divide.
+    """The shape of the piece of each leaf, the same on every device.
 
-    Other pieces are vectors, with padding.
+    A piece is a shard, or where devices hold copies of a shard an equal share of it:
+    whole rows if the copies divide these, else a vector with padding.
     """
     axes = dict(self.axes)
     pieces = []

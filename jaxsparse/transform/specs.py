@@ -54,10 +54,10 @@ def specs(state: OptState, axis: AxisName) -> SpecTree:
 
 
 def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
-  """`specs` along all axes of the mesh: also those inside a worker, over which a shard_map of the workers does not map.
+  """`specs` that may also name axes inside a worker, over which a shard_map of the workers alone does not map.
 
-  Arrays of other transformations than ours keep the shardings inside that they have;
-  their specs do not name them.
+  Only specs of a `ReduceState` name these axes. Arrays of other transformations keep
+  the shardings that they have inside a worker.
 
   Args:
     state: an optax state, as arrays or as shapes.
@@ -82,11 +82,11 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
     if not is_reduce_state(subtree):
       return replicated
     devices = subtree.layout.shards.names if inside and subtree.layout.shards else ()
-    # Cut along the workers first, so that the rows of a worker lie together.
+    # Workers come first, so that the rows of a worker's devices lie together.
     own_spec = PartitionSpec((*names_of(axis), *devices))
     # Shared arrays are equal on all workers, and each device of a worker has a part.
     same = PartitionSpec(devices) if devices else replicated
-    # For arrays of each worker's own, arrays that all workers share, and the layout.
+    # The specs of arrays of each worker's own, of shared arrays, and of the layout.
     return subtree.map_arrays(lambda _: own_spec, lambda _: same, lambda _: replicated)
 
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)
@@ -160,8 +160,8 @@ def _check_wrappers(state: OptState) -> None:
   """
   for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: type(leaf) in _WRAPPERS):
     if type(leaf) in _WRAPPERS:
-      message, refused = _WRAPPERS[type(leaf)]
-      if refused(tuple(leaf)):
+      message, find_refused = _WRAPPERS[type(leaf)]
+      if find_refused(tuple(leaf)):
         raise ValueError(message)
       # Wrappers may be nested. As a tuple, since the wrapper itself is a leaf here.
       _check_wrappers(tuple(leaf))
@@ -196,7 +196,7 @@ def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
     # gradients are still those of one worker here.
     local = _reduced_leaves([later for _, later in states[position:]]) - averaged
     arrays = leaves_by_name(state).items()
-    # A transformation around or with a jaxsparse transform may hold chains itself.
+    # A transformation that contains a jaxsparse transform may hold chains itself.
     if reduced:
       _check_chains(state, averaged)
     elif any(_is_local(path, leaf, local, averaged) for path, leaf in arrays):
@@ -219,8 +219,9 @@ def _is_local(
   """Whether an array in the state of another transformation is made of gradients that are not averaged yet.
 
   Scalars may be rates, or counts of steps, which are the same on every worker; a
-  boolean scalar may be judged from gradients. Before any leaf is averaged, every array
-  counts; after that, an array counts if its path ends with the name of a local leaf.
+  boolean scalar may say whether gradients are finite. Before any leaf is averaged,
+  every array counts; after that, an array counts if its path ends with the name of a
+  local leaf.
 
   Args:
     path: of the array in the state.

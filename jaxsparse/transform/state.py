@@ -67,10 +67,10 @@ class Layout(NamedTuple):
     method: Method | None = None,
   ) -> Self:
     """The layout of a state of so many workers and gradient entries; `shards` and `method` as in `Layout`."""
-    # Flax's `to_bytes`, as of a TrainState, fails for a type that it does not know.
-    # `shards` and `method` hold no array, so they are registered as empty dicts, and
-    # `from_bytes` keeps those of its target. Here, since every state has a layout, and
-    # only if the program has imported Flax, which jaxsparse does not need.
+    # Flax's `to_bytes`, as of a TrainState, fails for types that it does not know.
+    # `shards` and `method` hold no array: as empty dicts they are not saved, and
+    # `from_bytes` keeps those of its target. They are registered here, as every state
+    # has a layout, and only if Flax is imported: jaxsparse does not need it.
     if flax := sys.modules.get("flax.serialization"):
       for static in (Method, Shards):
         flax.register_serialization_state(
@@ -150,16 +150,16 @@ class ReduceState(NamedTuple):
     return [State(*fields) for fields in zip(*self.carried, strict=True)]
 
   def map_arrays(self, local: Callable, shared: Callable, layout: Callable) -> Self:
-    """The same with `local(x)`, `shared(x)` or `layout(x)` of each array.
+    """The state with `local(x)`, `shared(x)` or `layout(x)` in place of each array x.
 
     Args:
-      local: of arrays that differ between workers: the counters, and all that is carried
-        except its shared parts.
-      shared: of the shared parts of what is carried: the same on every worker, and of
-        each of its devices another piece.
-      layout: of the layout, the same on all workers and devices.
+      local: for arrays that differ between workers: the counters, and `carried` without
+        its shared parts.
+      shared: for the shared parts of `carried`: the same on every worker, with a piece
+        for each device of a worker.
+      layout: for the layout, the same on all workers and devices.
     """
-    # () has no arrays: shared ones are mapped by themselves below.
+    # () leaves out the shared parts, which are mapped below.
     carried, counters = jax.tree.map(
       local, (self.carried._replace(shared=()), self.counters)
     )
@@ -179,7 +179,7 @@ class ReduceState(NamedTuple):
     return self._replace(counters=jax.tree.map(jnp.full_like, before, step))
 
   def undo_if(self, skipped: jax.Array, before: Self) -> Self:
-    """The state after a step; where the step is skipped, that `before` it, with the counters of the skipped step.
+    """The state `self` after a step; where it is skipped, the state `before` it, with the counters of the skipped step.
 
     `skipped`, bool[], may be true where this transform itself has not skipped: another
     transform of the chain has.
@@ -209,7 +209,7 @@ class RestoredState(NamedTuple):
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
     # s² = shared / delivered; where nothing is delivered, a leaf of zeros, s = 1.
     shared, delivered = self.products.T
-    # 1 / P where updates are orthogonal, 1 where they are equal; rounding may pass both.
+    # 1/P where updates are orthogonal, 1 where they are equal, but for rounding.
     ratio = shared / jnp.where(delivered > 0, delivered, 1.0)
     agreement = jnp.clip(ratio, 1 / size, 1.0)
     return jnp.where(delivered > 0, 1 / jnp.sqrt(agreement), 1.0)
@@ -347,7 +347,7 @@ def with_rows(state: OptState) -> OptState:
   """
 
   def fit(path: jax.tree_util.KeyPath, leaf: Any, row: bool) -> ArrayTree:
-    # `row`: whether each worker has a row of this array.
+    # `row`: whether each worker has a row of this array. `workers`: P, as below.
     if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
     # A number set by hand, as `state.hyperparams["learning_rate"] = 0.1`.
@@ -362,8 +362,8 @@ def with_rows(state: OptState) -> OptState:
   if not states:
     return state
   outer = reduce_states(states[0].outer)[0]
-  # P of the state, by its counters, [P · S]: it may be another number than on the mesh,
-  # and is 1 inside shard_map and under MPI.
+  # P of this state, whose counters are [P · S]; 1 inside shard_map and under MPI. The
+  # mesh may have another number of workers.
   workers = outer.counters.skipped.size // outer.devices
   fields = [getattr(local, name) for local in states for name in local.per_worker()]
   # This runs in every step, so the quick check comes first.
@@ -394,7 +394,7 @@ def labelled(state: OptState) -> dict[str, ReduceState]:
   is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
   label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
   labels = [label(path) for path, _ in pairs]
-  # Labels that are missing or not unique: paths are longer, but never equal.
+  # Where labels are missing or not unique, paths serve: longer, but never equal.
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in pairs]
   return dict(zip(labels, (leaf for _, leaf in pairs), strict=True))
@@ -417,8 +417,8 @@ def worker_rows(state: OptState, within: bool = False) -> OptState:
   """
 
   def rows_of(subtree: OptState) -> OptState:
-    # `_has_rows` is true of a state with `per_worker`. All within a field with rows has
-    # rows, so no further `per_worker` is asked.
+    # `_has_rows` is true of a state with `per_worker`. All arrays within a field with
+    # rows have rows, so no further `per_worker` is asked.
     if not _has_rows(subtree) or within:
       return within
     return type(subtree)(

@@ -96,14 +96,14 @@ def grouped_transform(
 
   Args:
     grouped: gives the groups of leaves of these shapes, by name.
-    collectives: those of all groups, each once, for `with_collectives` to judge before
-      there are parameters.
+    collectives: those of all groups, each once: `with_collectives` can reject them
+      before there are parameters.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
     shardings: of the parameters inside a worker, where neither their types nor
       `js.init` tell them.
-    special: by expressions, each of which the name of a leaf must match; None for
-      none.
+    special: regular expressions -> collectives; each expression must match the name of
+      a leaf. None checks nothing.
   """
   comm = comm_of(axis)
 
@@ -125,15 +125,15 @@ def grouped_transform(
     # `grouped` of the new transform: the same groups, with changed collectives.
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
-      # No leaf has an entry: `change` would find no collective to judge.
+      # Without groups, where no leaf has an entry, `change` might reject an empty list.
       collectives = change([group.collective for group in groups]) if groups else []
       return [
         group._replace(collective=new)
         for group, new in zip(groups, collectives, strict=True)
       ]
 
-    # `change` raises for collectives that its wrapper cannot work with: here when the
-    # transform is made; in `changed` it gets those that are fitted to groups.
+    # `change` is called here, too, to raise at once for collectives that its wrapper
+    # rejects; in `changed` it gets copies that are fitted to the groups.
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
   update = functools.partial(_update, comm, grouped)
@@ -355,7 +355,7 @@ def _apply_or_undo(
 
   Args:
     reduced: the result of the collective.
-    commit: of `reduced.mean`; writes the mean and the residual.
+    commit: from `reduced.mean`: returns the mean, f32[n], and the next residual.
     traits: of the collective.
     before: the state of the group before the step.
     finite: bool[], the same on all workers.

@@ -73,9 +73,9 @@ def trained(params: optax.Params) -> optax.Params:
 
 
 def overwritten(params: optax.Params) -> ArrayTree:
-  """Flax's collection of scales of fp8, whose "gradients" are the next values; () of parameters without one.
+  """The scales of fp8 in parameters of Flax, whose "gradients" are their next values; () for parameters without any.
 
-  `OVERWRITTEN` is the name of this collection, a key beside "params".
+  They are a collection with the name `OVERWRITTEN`, a key beside "params".
 
   Raises:
     ValueError: for parameters with other collections than this one and "params", as
@@ -167,7 +167,7 @@ def map_seen(
   seen = _see(flat, tree)
   leaves = [change(name, leaf) for name, leaf in leaves_by_name(seen).items()]
   changed = jax.tree.unflatten(jax.tree.structure(seen), leaves)
-  # Back again: one vector to leaves, parts to complex leaves, these into `tree`.
+  # Undo `_see`: one vector to leaves, parts to complex leaves, these into `tree`.
   params = optimized(trained(tree))
   pairs = _divide(split_complex(params), changed) if flat else changed
   joined = join_complex(params, pairs)

@@ -14,7 +14,7 @@ accumulated, and multiplies that by 1/(1 − m). Here it is applied to the gradi
 each worker before the residual is added, as if each entry were delivered at once:
 
     u ← m u + g            momentum, f32[n] of each worker
-    home = residual + u    reduced by any collective
+    acc = residual + u     the accumulator, reduced by any collective
 
 Where mass of a worker has left its residual, its momentum is zero from then on (factor
 masking): it would push further in the direction of an old gradient.
@@ -130,16 +130,16 @@ def ef21(
 
       total = Σ_w (mean_w − what the exchange still owes of it)
 
-  EF21 has a = 1. Here a = 1 − 2⁻¹³, so that what sums of large numbers were rounded by
-  is forgotten, once gradients are small: a part of 2⁻¹³ of the means is sent again in
-  each step.
+  EF21 has a = 1. Here a = 1 − 2⁻¹³: rounding errors of sums, large where gradients were
+  large, decay. For that, 2⁻¹³ of the means is sent again in each step.
 
   The update is the mean gradient, less what is owed of it, so the optimizer that
   follows is that of dense training, with its rate and **with the momentum m**:
   `optax.adam(rate, b1=0.9)`, `optax.sgd(rate, momentum=0.9)`. Its moving average of
-  updates is then total / P to rounding. (Without the momentum, total / P itself would
-  be what Adam divides by its root mean square. On noise that of an average is
-  √((1 − m)/(1 + m)) of that of a gradient, and Adam's step 4.4 times as large.)
+  updates is then total / P to rounding. (If total / P were the update, Adam would
+  divide an average by the root mean square of averages. For noise that is
+  √((1 − m)/(1 + m)) times that of gradients, so with m = 0.9 Adam's step would be 4.4
+  times as large.)
 
   A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of
   these is a residual: after `js.resize` and `js.convert` all begin at 0, and `js.flush`

@@ -93,13 +93,13 @@ class Publisher(Folder):
     size = sum(array.nbytes for array in patterns.arrays)  # bytes of an anchor
     # The id of the version before; without one the chain begins with the run.
     id_ = self._run
-    excess = np.inf  # bytes of links above those of an anchor
+    excess = np.inf  # bytes of links above those of an anchor; without a link it is due
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
       excess = self._since + link.nbytes - size
-    # All processes write an anchor, or none does, since a version needs every part;
-    # of a process without shards a link is its header, and longer than an anchor.
+    # All processes write an anchor, or none, since a version needs a file of each. The
+    # sum decides: links of a process without shards always exceed its empty anchor.
     is_due = multihost_utils.process_allgather(excess).sum() > 0
     # Before writing, so that a full disk gets room; the newest two anchors stay.
     # `anchors` are ascending; with fewer than two nothing is removed.
@@ -109,7 +109,7 @@ class Publisher(Folder):
     name = files.Name(
       self.version, self._run, jax.process_index(), jax.process_count(), "link"
     )
-    # A longer link costs readers more than the anchor beside it.
+    # Beside an anchor no link is written that has more bytes than it.
     if before and not (is_due and link.nbytes > size):
       self._since += files.write(self._folder, name, header, [link])
     if is_due:
@@ -121,7 +121,7 @@ class Publisher(Folder):
     return self.version
 
   def _begin(self) -> None:
-    """Sets `_run`, larger than those in the folder, and `version` to the newest there, alike in all processes."""
+    """Sets `_run`, larger than all in the folder, and `version`, the newest there, alike in all processes."""
     # unfinished files of former publishers
     for aside in self._folder.glob(".*.aside"):
       aside.unlink(missing_ok=True)
@@ -138,13 +138,12 @@ class Publisher(Folder):
     """Removes the files of versions before `oldest`; each process removes its own.
 
     Args:
-      names: of all files, oldest version first.
-      oldest: the first version to keep, that of the last but one anchor.
+      names: of all files.
+      oldest: the first version to keep, that of the second newest anchor.
 
     Raises:
       ValueError: if a later publisher, which has a larger run, has written to the
-        folder. Old files may be removed before that. The newest two anchors stay, those
-        of the later publisher included, as it keeps them itself.
+        folder. Old files that it does not need either may be removed before.
     """
     for name in names:
       # A later publisher has taken over: two chains would have the same numbers.
@@ -152,7 +151,7 @@ class Publisher(Folder):
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )
-      # Parts of a run with more processes are removed by those that there are.
+      # Files of a run with more processes are shared out among the present ones.
       is_own = name.process % jax.process_count() == jax.process_index()
       if is_own and name.version < oldest:
         (self._folder / str(name)).unlink(missing_ok=True)

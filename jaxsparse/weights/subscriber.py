@@ -121,8 +121,9 @@ class Subscriber(Folder):
     # A folder with lower numbers than before was made anew: then nothing that is here
     # counts.
     best = self._state if self._state.version <= newest[0] else _NONE
-    best = self._follow(versions, best, best)
-    # From the newest anchor back, until one leads to the newest version.
+    best = self._follow(versions, best, best)  # by links from the version held
+    # From the newest anchor back, until one leads to the newest version. Keys are
+    # (version, run, kind); `best[:2]` is (version, run).
     for key in sorted(versions, reverse=True):
       is_ahead = key[1] != best.run or key[0] > best.version
       if key[2] == "anchor" and is_ahead and best[:2] < newest:
@@ -171,8 +172,7 @@ class Subscriber(Folder):
       olds = state.parts if names[0].kind == "link" else [None] * len(names)
       for name, old in zip(names, olds, strict=True):
         header, arrays = files.read(self._folder, name)
-        # `before`: the id of the version before, as this process of the publisher knew
-        # it.
+        # `before`: the id of the version before, of this process's part of it
         before, digest = header["before"], header["digest"]
         if old is None:
           patterns = Patterns(header["boxes"], arrays)

@@ -86,7 +86,7 @@ class GaussianK(EncodingCollective):
     k = self.entries(n)
     most = self.capacity(n)
     acc = LazySum((grads, state.residual))
-    # at most `most` entries; `selected` of them reach the threshold, perhaps more
+    # `sent` has at most `most` entries; `selected` counts all that reach the threshold.
     sent, selected = self._select(acc, k)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains
     # them.
@@ -94,8 +94,8 @@ class GaussianK(EncodingCollective):
 
     # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
-    # The smallest message that holds the entries of all workers is sent; a threshold
-    # that is too high selects far fewer than k.
+    # Message 0 of the step has the smallest capacity that is sufficient for all
+    # workers: a threshold that is too high selects far fewer than k.
     capacities = geometric(min(most, max(1, k // 4)), most)
     rows, lost, words = send_up_to(
       writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n
@@ -107,8 +107,8 @@ class GaussianK(EncodingCollective):
     delivered = jnp.count_nonzero(total.values)
     overflow = jnp.maximum(selected - most, 0)
     counters = Counters(words, used, selected, delivered, overflow=overflow)
-    # `lost` is a list of one `Sparse`, the rounding errors of what was sent, which
-    # stay; [] where values are not rounded: then zeros stay.
+    # At sent entries the residual is their rounding error: `lost` is a list of one
+    # `Sparse`, [] where values are not rounded; then it is 0.
     residual = (
       Pending(grads, state.residual, *lost)
       if lost
@@ -118,18 +118,18 @@ class GaussianK(EncodingCollective):
     return SparseReduced(total, State(residual, shared=writer.next_step), counters)
 
   def _select(self, acc: LazySum, k: int) -> tuple[Sparse, jax.Array]:
-    """The entries that reach the threshold, [⌈5k/4⌉] slots, the largest where more do; and how many do, i32[]."""
+    """The entries that reach the threshold, the ⌈5k/4⌉ largest if more do; and how many reach it, i32[]."""
     n = acc.size
     most = self.capacity(n)
     # the threshold of the paper, then its correction
     limit = fit_threshold(acc, k)
     if not self.correction:
-      # False: not the exact k-th magnitude, but `limit` as it is.
+      # `False` selects by `limit`, not by the exact k-th magnitude.
       _, chosen, selected = threshold.choose_reaching(
         acc, limit, jnp.bool_(False), k, most
       )
       return threshold.read_first(acc, chosen, most), selected
-    # With the (⌊5k/4⌋ + 1)-th largest entry: a threshold that it reaches is too low.
+    # One entry more than 5k/4: if all of these reach a threshold, it is too low.
     largest = top_k(acc, min(5 * k // 4 + 1, n))
     limit = correct_threshold(limit, largest, k, n)
     selected = bitset.count(threshold.select_reaching(acc, limit))
@@ -152,7 +152,7 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   def average(
     moment: jax.Array, before: tuple[jax.Array, jax.Array]
   ) -> tuple[jax.Array, jax.Array]:
-    """(the second of `before`, a mean): moment 0 averages the values, moment 1 their squared distances from that."""
+    """From (_, m) to (m, average): of the values in round 0, of their squared distances from m in round 1."""
     _, mean = before
 
     def term(values: jax.Array) -> jax.Array:
@@ -162,7 +162,8 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
 
     return mean, ordered_sum(*x.parts, term=term) / x.size
 
-  # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
+  # A loop of two rounds, of the mean and of the variance: otherwise XLA on CPUs
+  # computes the mean again for every entry.
   start = jnp.float32(0), jnp.float32(0)
   mean, variance = varying.fori_loop(0, 2, average, start)
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
@@ -174,11 +175,12 @@ def correct_threshold(
   k: int,
   end: int,
 ) -> jax.Array:
-  """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, multiplied by 1.02 up to 20 times, or divided by it.
+  """`limit` divided by 1.02 until 3k/4 entries reach it, or multiplied by 1.02, 20 times at most, while over 5k/4 do.
 
-  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than
-  5k/4 do if the (⌊5k/4⌋ + 1)-th largest does. So each of 20 steps compares the
-  threshold with these two magnitudes, and what is missing then is known.
+  No step counts entries: fewer than 3k/4 reach a threshold above the ⌈3k/4⌉-th largest
+  magnitude, and more than 5k/4 reach one up to the (⌊5k/4⌋ + 1)-th largest. 20 steps
+  compare the threshold with these two. If it is still too high, a logarithm tells how
+  many divisions are missing. Returns f32[].
 
   Args:
     limit: f32[].
@@ -191,13 +193,13 @@ def correct_threshold(
     >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 36 steps down
     0.98
   """
-  # 3k/4 to 5k/4 entries are near enough.
+  # The ⌈3k/4⌉-th largest magnitude, `least`, must reach the threshold.
   few = -(-3 * k // 4)
   many = 5 * k // 4
   least = threshold.kth_magnitude(largest, few, end)
-  # Keys are integers that order as magnitudes do, NaN last: at least `few` entries
-  # reach a threshold whose key is at most `enough`, and too many one of at most `more`,
-  # which is −1, no key, if the vector has no more than `many` entries.
+  # Keys are integers that order as magnitudes do, NaN last. A threshold with a key
+  # above `enough` is too high, one with a key up to `more` is too low. `more` is −1,
+  # below all keys, if the vector has no more than `many` entries.
   enough = keys_of(least)
   more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
@@ -207,10 +209,10 @@ def correct_threshold(
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
   limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)  # 20 steps
-  # A threshold that is still too high after 20 steps is lowered at once, by as many
-  # steps as are missing.
+  # If still too high after 20 steps, all missing divisions at once; at most `least`,
+  # against rounding. `fmin` ignores the NaN of an infinite `limit`.
   steps = jnp.ceil(jnp.log(limit / least) / math.log(_FACTOR))
-  lowered = jnp.fmin(limit * _FACTOR**-steps, least)  # NaN where a number is infinite
+  lowered = jnp.fmin(limit * _FACTOR**-steps, least)
   return jnp.where(keys_of(limit) > enough, lowered, limit)
 
 
@@ -228,10 +230,11 @@ def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Spar
     >>> cut_reaching(Sparse(jnp.arange(3), jnp.array([3.0, 2.0, 2.0])), jnp.float32(2), most=2, end=9).indices
     Array([0, 1], dtype=int32)
   """
-  # not |x| ≥ limit, which is false for NaN: every worker must see a NaN
+  # Not |x| ≥ limit, which is false for NaN: every worker must see a NaN. Zeros are
+  # never sent, also with a limit of 0.
   reach = ~(jnp.abs(largest.values) < limit) & (largest.values != 0)
   if largest.indices.size > most:
-    # One entry more than slots: where all reach, the last of the smallest is cut.
+    # There is one entry more than slots: if all reach, drop the last of the smallest.
     keys = keys_of(largest.values)
     slots = iota(most + 1)
     last_smallest = jnp.max(jnp.where(keys == keys.min(), slots, -1))

@@ -57,7 +57,7 @@ class GTopk(SelectingCollective):
     # top_k(acc_w), [1, k], and what the selector carries to the next step
     chosen, selected, memory = self.choose(acc, state.worker)
     if self.selection.one_per_chunk:
-      # Messages have entries in the order of their indices.
+      # Messages have entries in the order of indices, this selector in that of chunks.
       chosen = sparse.as_row(sparse.merge(chosen, n))
     total, returned = self._merge(comm, chosen, writer, n)
     # What this worker's merges dropped or rounded off is returned to it. An entry that
@@ -72,8 +72,8 @@ class GTopk(SelectingCollective):
     """The ⊕ of the entries of all workers.
 
     Returns:
-      (total, returned): [k] entries, the same on every worker; and entries that merges
-      or the rounding of messages of this worker dropped of the sums.
+      (total, returned): [k] entries, the same on every worker; and lists of entries
+      that this worker's merges dropped, and of rounding errors of its messages.
     """
     k = chosen.indices.size
     merged = chosen
@@ -91,7 +91,7 @@ class GTopk(SelectingCollective):
         # `encode` runs at all workers, but only a child sends, and has errors.
         sends = _is_among(comm, [child for child, _ in edges])
         returned.append(sparse.where(sends, errors, n))
-      # a ⊕ b = top_k(a + b)
+      # a ⊕ b = top_k(a + b): k entries in k slots, and the rest
       both = sparse.merge(sparse.concatenate([merged, received]), n)
       kept, rest = top_k_of_entries(both, k, k, n)
       merged = sparse.as_row(kept)

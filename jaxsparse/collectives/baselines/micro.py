@@ -62,9 +62,9 @@ class Micro(SparseCollective):
     length = -(-n // comm.size)
     # part (t + w) mod P; `shared` is the number t of the step
     start = (state.shared + comm.rank) % comm.size * length
-    # relative to the part, which is padded with zeros where it reaches beyond n
+    # Indices relative to the part, which is padded with zeros where it ends beyond n.
     largest = top_k(acc.window(start, length), quota).indices
-    # n in slots of padding
+    # flat indices; n where padding was selected
     chosen = jnp.minimum(start + largest, n)
     # no index twice, since parts do not overlap
     indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen)).reshape(-1))

@@ -108,21 +108,21 @@ class QSGD(Collective):
       """
       start = piece * length
       entries = jax.lax.dynamic_slice_in_dim(x, start, length)
-      # q(acc_w), a scale ‖acc_w‖ / s and levels (§3.1)
-      # noise of the flat indices from `start` on
+      # q(acc_w) is scale · level (§3.1); the noise belongs to the flat indices from
+      # `start` on
       drawn = noise.uniform(noise.bits(key, length, start))
       level = quantize(drawn, entries, scale, self.levels)
       # level + s, 0 … 2 s
       packed = fields.pack((level + self.levels)[None], self.bits)[0]
       gathered = in_rank_order(comm, all_gather(comm, (scale, packed)))
-      # total = Σ_w q(acc_w), where all levels arrive
+      # Σ_w q(acc_w) of this piece
       sums = self._add(*gathered, length)
-      # in place: a piece that was sent is not read again
+      # The sums overwrite the piece, which is not read again.
       after = jax.lax.dynamic_update_slice_in_dim(x, sums, start, 0)
       errors = entries - _rounded(level, scale) if self.error_feedback else None
       return after, (bitset.count_true(level != 0), errors)
 
-    # Zeros of the padding get level 0 whatever is drawn, since that is less than 1.
+    # A zero of the padding has level ⌊0 + u⌋ = 0.
     padded = jnp.pad(acc, (0, count * length - n))
     total, (selected, errors) = varying.scan(exchange, padded, iota(count))
     total = total[:n]
@@ -150,7 +150,7 @@ class QSGD(Collective):
       codes = fields.unpack(words[None], self.bits, length)[0]
       return total + _rounded(codes.astype(jnp.int32) - self.levels, scale), None
 
-    # −0 + x is x, and 0 + −0 would be 0
+    # Starts from −0: −0 + x is x for every x, but 0 + −0 is 0.
     nothing = jnp.full(length, -0.0, jnp.float32)
     return varying.scan(add, nothing, (scales, packed))[0]
 
@@ -158,10 +158,10 @@ class QSGD(Collective):
 def scale_of(x: jax.Array, levels: int) -> jax.Array:
   """‖x‖ / levels, f32[]; NaN if x is not finite.
 
-  Factors are rounded up to so few significant bits that squares, and products with a
-  level, are exact: every program adds the same bits, with fused multiply-add and
-  without. The mean of scale · level is x for every scale that is large enough, so
-  rounding the scale up does not bias it.
+  Magnitudes are rounded up to so few significant bits that their squares are exact, and
+  the scale so that its product with a level is: every program adds the same bits, with
+  fused multiply-add and without. The mean of scale · level is x for every scale that is
+  large enough, so rounding the scale up does not bias it.
 
   Args:
     x: f32[n].
@@ -174,11 +174,12 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   largest = largest_magnitude(x)
   # Entries are divided by the largest, so that squares neither overflow nor underflow.
   divisor = jnp.where(largest == 0, 1.0, largest)
-  # `round_mantissa_up` rounds up to a number whose last `bits` bits of 24 are 0. Of 12
-  # significant bits a square is exact.
+  # `round_mantissa_up` rounds up so that the last `bits` of 24 significant bits are 0.
+  # A number of 12 significant bits has an exact square.
   square = lambda entries: round_mantissa_up(jnp.abs(entries / divisor), bits=12) ** 2
   norm = largest * jnp.sqrt(ordered_sum(x, term=square))
-  # A level has up to `levels.bit_length()` bits: with 24 − as many, products are exact.
+  # A level has up to b = `levels.bit_length()` bits: its product with a scale of 24 − b
+  # significant bits is exact.
   return round_mantissa_up(norm / levels, bits=levels.bit_length())
 
 
@@ -190,7 +191,7 @@ def quantize(
   Args:
     drawn: f32 like x, random numbers, uniform in [0, 1).
     x: f32, of any shape.
-    scale: f32[], at least the largest `|x|` over `levels`; 0 if all x are 0.
+    scale: f32[], at least the largest `|x|` divided by `levels`; 0 if all x are 0.
     levels: the largest level.
 
   Example:
@@ -200,7 +201,7 @@ def quantize(
   # Scale 0 means x = 0, whose levels are 0 for any divisor.
   divisor = jnp.where(scale == 0, 1.0, scale)
   level = jnp.floor(jnp.abs(x) / divisor + drawn)
-  # The rounded sum may reach levels + 1 where `|x|` is the largest.
+  # Rounding in f32 may give levels + 1 for the largest `|x|`.
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 

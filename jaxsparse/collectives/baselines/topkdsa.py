@@ -69,22 +69,25 @@ class TopkDSA(SelectingCollective):
   def cost(self, n: int, size: int) -> Cost:
     """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     length = math.ceil(n / size)
-    # The published words are for entries of two words each; a very short message of
-    # another format may take more.
+    # Published: (2 ⌈k/P⌉ + ⌈n/P⌉) (P − 1), with two words an entry. `more`: the words
+    # beyond two of a message of one entry, of other formats, in the split (indices up
+    # to n) and in the all-gather (up to `length`).
     words_of_one = [codec_of(self.wire, end).words(1, 1) for end in (n, length)]
     more = sum(max(0, words - 2) for words in words_of_one)
     even = math.ceil(self.entries(n) / size)
     words = (2 * even + length + more) * (size - 1)
-    # the fullest message of the split, and the most sums of a region
+    # One all-reduce finds the fullest message of the split, one the most sums of a
+    # region.
     agreements = 2 * schedules.agreement_messages(size)
     return Cost(size - 1 + len(schedules.strides(size)), words, agreements)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The capacities of a message of the split; gathering the sums as entries limits the largest."""
+    """The capacities of a message of the split, in entries; the words of the all-gather limit the largest."""
     k = self.entries(n)
     even = math.ceil(k / size)
-    # No more words than even messages and a dense all-gather of the sums take. With c
-    # slots a message of the split takes 2 c words, and P c sums of a region take 2 P c.
+    # `budget`: the words to each other worker of even messages, then of dense regions.
+    # With c slots, a message of the split takes 2 c words, and a region of up to P c
+    # sums takes 2 P c.
     budget = 2 * even + math.ceil(n / size)
     most = min(k, budget // (2 * size + 2))
     return geometric(even, max(even, most), count=4)
@@ -112,7 +115,7 @@ class TopkDSA(SelectingCollective):
     )
     # all-gather of the sums, as entries or, where these are too many, as a vector
     sums_writer = writer._replace(codec=codec_of(self.wire, length))
-    # ⌈k/P⌉, the slots of a message if the chosen entries were spread evenly
+    # ⌈k/P⌉, the entries of a message if all regions have equally many
     even = -(-k // size)
     most = size * capacities[-1]
     total, rounded_off, words = _gather(
@@ -123,7 +126,8 @@ class TopkDSA(SelectingCollective):
     kept = sparse.count(sent, n)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),
-      # entries of other regions, as a share of a message of `even` slots
+      # Entries of the own region are not sent; the others take as many words each as in
+      # a message of `even` slots.
       words_used=saturated_sum(
         writer.words_used(kept - fitting[comm.rank], even), words
       ),
@@ -143,17 +147,17 @@ def _cut(
   Args:
     comm: the workers.
     chosen: [k] entries, ascending, empty slots last.
-    length: of a region.
+    length: entries of a region.
     capacity: slots of a region.
     n: length of the vector.
 
   Returns:
-    (sent, fullest): these entries, and the largest number of chosen entries of a region
-    at any worker, i32[], which may exceed `capacity`.
+    (sent, fullest): the entries by region, and the largest number of chosen entries of
+    a region at any worker, i32[], which may exceed `capacity`.
   """
   bounds = [min(region * length, n) for region in range(comm.size + 1)]
   starts = threshold.region_starts(chosen.indices, jnp.array(bounds, jnp.int32))
-  # Messages have one capacity on all workers, that of the fullest.
+  # All workers must choose the same capacity.
   fullest = comm.all_reduce(jnp.diff(starts).max(), "max")
   return threshold.read_regions(chosen, starts, capacity, n), fullest
 
@@ -174,7 +178,7 @@ def _split(
     sent: [P, capacities[-1]] entries of this worker, row r of region r.
     capacities: slots of a message that are compiled.
     fullest: i32[], the slots that a message needs, the same on every worker.
-    length: of a region.
+    length: entries of a region.
 
   Returns:
     The sums of the own region, f32[length], the rounding errors of the messages, and
@@ -184,7 +188,7 @@ def _split(
   def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
     row = sparse.resize(sent, capacity, writer.codec.length)
     rows, lost, words = writer.exchange_rows(comm, row, 0, capacities[-1])
-    # relative to the own region, which is a dense vector
+    # indices relative to the own region
     inside = rows._replace(indices=rows.indices - comm.rank * length)
     return sparse.add_rows(inside, length), lost, words
 
@@ -202,28 +206,28 @@ def _gather(
     writer: encodes entries of a region.
     most: the largest number of `region_sums` that are not 0.
     even: the smallest capacity of a message, unless `length // 2` is less.
-    slots: of the result.
+    slots: slots of the result.
   """
   length = region_sums.size
   size = comm.size
   end = length * size
-  # more entries than that take more words than the dense region
+  # More than length // 2 entries, of two words each, take more words than the region.
   few = min(most, length // 2)
   capacities = geometric(min(few, even), few, count=4) if few else ()
-  # The capacity `length` stands for the dense region.
+  # The capacity `length` sends the dense region.
   if most > few:
     capacities += (length,)
   chosen = bitset.pack(region_sums != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    # a dense region, sent as a vector
     if capacity == length:
       words = saturated_product(length, size - 1)
       regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)
       members = bitset.pack(regions != 0)
       total = threshold.read_first(LazySum((regions,)), members, slots)
-      # A vector is not rounded: empty slots, in the shape of other branches' errors.
+      # A vector is not rounded. Empty slots have the shape of the other branches'
+      # errors; [] if those do not round either.
       no_errors = [sparse.empty((1, few), end)] * writer.codec.rounds
       return total, no_errors, words
     sums = threshold.read_first(LazySum((region_sums,)), chosen, capacity)
@@ -231,7 +235,7 @@ def _gather(
     region = iota(size)[:, None]
     by_region = _flat(in_rank_order(comm, rows), region, length, end)
     entries = jax.tree.map(jnp.ravel, by_region)
-    # More slots than entries of all workers together: the empty ones are dropped.
+    # `slots` are enough for all entries: drop empty slots between them.
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < end, slots, end)
     rounded_off = [_flat(errors, comm.rank, length, end) for errors in lost]

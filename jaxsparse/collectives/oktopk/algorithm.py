@@ -124,7 +124,7 @@ class OkTopk(EncodingCollective):
     return dataclasses.replace(super().traits, sizes_vary=True)
 
   def sizes(self, n: int, size: int) -> Sizes:
-    """The capacities of messages, in entries: L = ⌈k/P⌉, L + ⌊L/2⌋ of the split, up to six of blocks, L/2 … 4 L."""
+    """The capacities of messages, in entries: L = ⌈k/P⌉; L + ⌊L/2⌋ in the split; up to six of blocks, ⌈L/2⌉ … 4 L."""
     even = -(-self.entries(n) // size)
     largest_block = min(n, TRIGGER * even)
     blocks = geometric(-(-even // 2), largest_block, count=6)
@@ -135,7 +135,8 @@ class OkTopk(EncodingCollective):
     return self.balance and size > TRIGGER
 
   def init(self, n: int, size: int) -> State:
-    # A threshold of 0 makes the first step exact. The step also seeds noise of `wire`.
+    # Step 0, which also seeds the noise of `wire`, and a global threshold of 0. A
+    # threshold of 0 is computed exactly in the next step.
     reused = PeriodicValues(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
     local_threshold = jnp.zeros(1, jnp.float32)
     start = super().init(n, size)
@@ -155,15 +156,15 @@ class OkTopk(EncodingCollective):
     # The split to P − 1 workers. Then the all-gather of blocks of the largest capacity;
     # or P − 1 messages of L = `even` to balance, and an all-gather of blocks of L: 2 L.
     words = (most + max(direct, 2 * even)) * (size - 1)
-    # A usual step: one for the largest message of the split; one for the number of sums
-    # that reach the global threshold, or two that search it (`search_near`).
+    # All-reduces of a usual step: one finds the largest message of the split; one
+    # counts the sums that reach the global threshold, or two search it (`search_near`).
     all_reduces = 1 + (2 if self.nudge == "search" else 1)
-    # Exact thresholds in every step: one for the message, seven for `kth_of_all`.
+    # Exact thresholds in every step: one for the split, seven of `kth_of_all`.
     if self.threshold_period == 1:
       all_reduces = 1 + 7
     if self.region_period == 1 and self.regions == "balanced":
       all_reduces += 1
-    # P − 1 messages of the split, P − 1 of the balancing where one is possible, then
+    # P − 1 messages of the split, P − 1 to balance if owners may be balanced, and
     # ⌈log₂P⌉ of the all-gather
     point_to_point = (1 + self.balances(size)) * (size - 1)
     messages = point_to_point + len(schedules.strides(size))
@@ -252,7 +253,7 @@ class OkTopk(EncodingCollective):
     owned: jax.Array,
     k: int,
   ) -> tuple[jax.Array, jax.Array]:
-    """The thresholds a_w and b of the next step, f32[] each, before an exact or searched one replaces them.
+    """The thresholds a_w and b, f32[] each, that the next step reuses unless it computes or searches them.
 
     Args:
       local: a_w of this step.
@@ -305,7 +306,8 @@ def _split(
   """
   n = writer.codec.length
   finite, needed = agree(comm, fullest, jnp.isfinite(sent.values).all())
-  # Usual steps fill about L slots, so the smallest message has half of that.
+  # Capacities from L/2 to `most`, since L = `sizes.even` entries are in a region if all
+  # regions are equally full. The split is message 0 of the step.
   capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
   rows, lost, words = send_up_to(
     writer.exchange_rows, comm, sent, 0, capacities, needed, n
@@ -323,11 +325,11 @@ def _count(
   kept: Sparse,
   owned: jax.Array,
 ) -> Counters:
-  """The counters of an all-gather that delivers `kept` of the selected sums, of which each worker has `owned`.
+  """The counters of a step, without the words sent, the balance and the age of the threshold.
 
   Args:
     comm: the workers.
-    writer: of the messages.
+    writer: encodes messages.
     sizes: the capacities of messages.
     crowd: i32[P], entries of each region that this worker selected.
     selected: i32[], entries of this worker that reach its threshold.
@@ -337,9 +339,10 @@ def _count(
   """
   n = writer.codec.length
   delivered = sparse.count(kept, n)
-  # Selected sums that overflow a block are counted at worker 0 only: the counters of
-  # all workers are added up, and each knows this number.
+  # Selected sums that overflow a block. All workers know this number, and `overflow` of
+  # all workers is added up, so only worker 0 counts it.
   undelivered = jnp.sum(owned, dtype=jnp.int32) - delivered
+  # selected entries that fit into messages of the split
   fitting = sparse.count(sent, n)
   # Entries of the own region are not sent.
   to_others = fitting - jnp.minimum(crowd[comm.rank], sizes.most)

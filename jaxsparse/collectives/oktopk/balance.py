@@ -1,4 +1,7 @@
-"""Regions of Ok-Topk, and balancing: owners with far more selected sums than the mean send some to others."""
+"""Regions of Ok-Topk, and balancing: owners with far more selected sums than the mean send some to others.
+
+The owner of a region has the sums of its entries over all workers. L = ⌈k/P⌉.
+"""
 
 import functools
 from typing import NamedTuple
@@ -107,11 +110,11 @@ def balance_and_gather(
 ) -> Gathered:
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
-  Far more is more than 4 times the mean, as in the paper, and more than fits in blocks
-  of 2 L: balancing sends messages of L and gathers blocks of L, so that blocks of up to
-  2 L cost no more words directly. The smallest entries of a block that overflows are in
-  no result. Where no owner has more than 4 times the mean, either all entries are
-  delivered, or at least P · L, the most that balancing delivers.
+  An owner has far more if it has more than 4 times the mean m, as in the paper, and
+  more than 2 L: balancing sends messages of L and then gathers blocks of L, so blocks
+  of up to 2 L take no more words without it. The smallest entries of a block that
+  overflows are in no result. If all owners have at most 4 m, blocks of 4 L deliver all
+  entries if m ≤ L, else at least P · L, the most that balancing can deliver.
 
   Args:
     comm: the workers.
@@ -119,7 +122,7 @@ def balance_and_gather(
     sums: the selected sums of this worker's region.
     owned: i32[P], the number of selected sums of each worker.
     sizes: the capacities of messages.
-    balances: whether owners may be balanced; if not, no program is compiled for it.
+    balances: whether owners may be balanced; if not, no branch is compiled for it.
 
   Returns:
     (entries [P · direct], rounding errors of this worker's messages, imbalance of the
@@ -128,8 +131,8 @@ def balance_and_gather(
   n = writer.codec.length
   block = _own_block(comm, sums, owned, sizes, n)
   gather = functools.partial(_gather, comm, writer, most=sizes.direct)
-  # All branches return the same shapes: rounding errors of messages that balance, or,
-  # in `unmoved`, as many empty slots.
+  # All branches return the same shapes. The branch without balancing has `unmoved`,
+  # empty slots, in place of the rounding errors of messages that balance.
   nothing = sparse.empty((comm.size, sizes.even), n)
   unmoved = [nothing] if balances and writer.codec.rounds else []
 
@@ -173,12 +176,12 @@ def _own_block(
 
 
 def _needed(owned: jax.Array, sizes: Sizes) -> jax.Array:
-  """Entries of the fullest block, i32[], at most `direct`; more than that where owners are to be balanced (§5.3)."""
+  """Entries of the fullest block, i32[], at most `sizes.direct`; `direct` + 1 if owners are to be balanced (§5.3)."""
   most = owned.max()
   # The largest block that takes no more words than balancing, which sends 2 L.
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
   unbalanced = (imbalance(owned) > TRIGGER) & (most > cheap)
-  # Beyond all capacities `switch` takes the branch that balances.
+  # Beyond all capacities `switch` takes its last branch, which balances.
   return jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(most, sizes.direct))
 
 
@@ -200,12 +203,11 @@ def balance(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
-  The surplus entries of all workers are numbered by rank, the smallest magnitudes of a
-  worker being its surplus. The free slots of all workers are numbered round-robin: the
-  first free slot of each worker, then the second of each, so that no pair of workers
-  exchanges many entries. Surplus entry i moves to free slot i. Every worker computes
-  these numbers from `owned` alone. A worker has at most `even` free slots, and so
-  receives no longer messages.
+  The surplus of a worker are its smallest magnitudes beyond the mean number. Surplus
+  entries are numbered by rank. Free slots are numbered round-robin: the first one of
+  each worker, then the second of each, so that no pair of workers exchanges many
+  entries. Surplus entry i moves to free slot i. Every worker computes these numbers
+  from `owned` alone. A worker has at most `even` free slots, so no message is longer.
 
   Args:
     comm: the workers.
@@ -225,16 +227,17 @@ def balance(
   _, order = jax.lax.top_k(magnitudes, entries.indices.size)
   # the largest magnitude first, empty slots last
   ordered = Sparse(entries.indices[order], entries.values[order])
-  # the number of each surplus entry among those of this worker, negative for others
+  # numbers 0, 1, … of this worker's surplus entries; negative for entries that stay
   beyond = iota(ordered.indices.size) - mean
   has_slot, worker, column = _free_slots(comm, owned, mean, even, beyond)
   # The smallest magnitudes move: if slots run out, they are what is lost.
   moves = (beyond >= 0) & (ordered.indices < n) & has_slot
   slots = comm.size * even
-  # message to `worker`, its slot `column`; entries that stay get a slot beyond the end
+  # Slot `column` of the message to `worker`; `slots`, which `put` drops, if it stays.
   slot = jnp.where(moves, worker * even + column, slots)
   put_moved = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
   moved = jax.tree.map(put_moved, sparse.empty((slots,), n), ordered)
+  # Message number 2: the split has 0, the all-gather 1.
   received, lost, words = writer.exchange_rows(comm, moved, 2, even)
   stays = sparse.where(beyond < 0, ordered, n)
   together = sparse.concatenate([stays, jax.tree.map(jnp.ravel, received)])
@@ -251,11 +254,12 @@ def _free_slots(
     owned: i32[P], the number of entries of each worker.
     mean: i32[], the number of entries of a worker after balancing.
     even: the largest value of `mean`, known when compiling.
-    surplus: i32[c], numbers of the surplus entries of this worker, from 0.
+    surplus: i32[c], numbers of the surplus entries of this worker, from 0; the results
+      for negative ones are not used.
 
   Returns:
     (has_slot, worker, column), [c] each: whether there is a free slot for the entry,
-    whose it is, and the index of the entry in the message to that worker.
+    the worker that has the slot, and the entry's slot in the message to that worker.
   """
   # surplus entries and free slots of each worker
   above = jnp.maximum(owned - mean, 0)
@@ -266,12 +270,15 @@ def _free_slots(
   free = iota(even)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
   slot_of = lambda entry: slots[jnp.clip(start + entry, 0, free.size - 1)]
-  # Slot t · P + w is the t-th free slot of worker w; `first` is for surplus entry 0.
+  # Slot t · P + w is the t-th free slot of worker w, in turn t. Surplus entry 0 of this
+  # rank moves to slot `first`.
   first = slot_of(0)
   slot = slot_of(surplus)
   turn = slot // comm.size
   worker = slot % comm.size
-  # The free slots of that worker before the first one of this rank are for lower ranks.
+  # This rank fills slots from `first` on without a gap. So workers from `first % P` on
+  # get its first entry in the turn of `first`, lower ones in the next turn; `column`
+  # counts turns from there.
   is_lower = (worker < first % comm.size).astype(jnp.int32)
   column = turn - (first // comm.size + is_lower)
   has_slot = start + surplus < jnp.sum(below, dtype=jnp.int32)

@@ -61,7 +61,9 @@ class SparDL(SelectingCollective):
       arithmetic.
     sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two,
       "bruck" (B-SAG) takes any d; "auto" is "recursive" if d is a power of two, else
-      "bruck".
+      "bruck". B-SAG gathers the h largest entries of the block of each team, adds them
+      up, and keeps the L largest of the N different indices; Algorithm 2 adapts h from
+      step to step so that N is about L.
     residual: "global" keeps all undelivered entries. "partial" loses those that other
       workers have sent and that were dropped on the way: of its own accumulator a
       worker keeps all that it has not both sent and seen delivered. "local" keeps what
@@ -112,7 +114,7 @@ class SparDL(SelectingCollective):
     return self.teams > 1 and (self.sag == "bruck" or not _is_power_of_two(self.teams))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The capacities of a message, entries of a block: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h.
+    """The capacities of a message, in entries of a block: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h.
 
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
@@ -157,7 +159,7 @@ class SparDL(SelectingCollective):
     # the reduce-scatter and the all-gather inside a team, and the sum over teams
     words = 2 * words_of(codec, team, k_block) + sag
     if self.is_bruck:
-      words += team - 1  # N beside each block of the all-gather
+      words += team - 1  # one N in each block that the all-gather sends
     return Cost(2 * len(schedules.strides(team)) + rounds, words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -167,8 +169,8 @@ class SparDL(SelectingCollective):
     team, same_block = comm.split(self.teams)
     # acc_w = gradient_w + residual_w, in the P/d blocks of a team
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
-    # The noise depends on the block, not on the team: all teams must round the sum of a
-    # block alike.
+    # Team rank = number of the own block. The noise depends on the block, not on the
+    # team: all teams must round the sum of a block alike.
     writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
     # Spar-Reduce-Scatter inside teams (§3.1; Algorithm 1, lines 1 to 10)
@@ -178,13 +180,14 @@ class SparDL(SelectingCollective):
     acc, chosen, sent = reduce_scatter(team, start, writer)
     # Spar-All-Gather: the own block is summed over teams (§3.3)
     summed = self._add_teams(same_block, chosen, state, capacities, writer)
-    # All-gather inside teams (line 11), message 0, as strides are not 0. N is needed in
-    # the next step only, so it travels with the blocks: `merged` is the N of each.
+    # All-gather inside teams (line 11): message 0, since those of the reduce-scatter
+    # have their strides as numbers. Only the next step needs N, so N travels with the
+    # blocks: `merged` is the N of each, i32[P/d], None without B-SAG.
     merged, delivered, errors, gather_words = writer.gather_rows_with(
       summed.merged, team, summed.block, 0, k_block
     )
-    # Global residual collection (§3.2; lines 12 to 14); `errors` are those of rounding
-    # the own block for the all-gather.
+    # Global residual collection (§3.2; lines 12 to 14); `errors` are the rounding
+    # errors of the own block in the all-gather.
     acc = self._add_back(acc, summed.returned, errors)
     residual = acc.pending(*self._gone(blocks, chosen, delivered, sent))
     scatter_words = words_of(writer.codec, team.size, k_block)
@@ -236,7 +239,7 @@ class SparDL(SelectingCollective):
   def _add_back(
     self, acc: Accumulator, returned: list[Sparse], errors: list[Sparse]
   ) -> Accumulator:
-    """The accumulator with what was dropped or rounded off of the own block, which is row 0.
+    """Adds to row 0 of the accumulator, the own block, what was dropped or rounded off of its sum.
 
     Args:
       acc: the accumulator, from which `reduce_scatter` has subtracted the own block.
@@ -244,8 +247,8 @@ class SparDL(SelectingCollective):
       errors: the [1, L] errors of rounding the own block for the all-gather inside
         teams; [] where values are not rounded.
     """
-    # The owners of a block in the d teams round the same sum alike: 1/d of the errors
-    # each.
+    # The d owners of a block, one in each team, round the same sum alike: each adds 1/d
+    # of the errors.
     shares = [lost._replace(values=lost.values / self.teams) for lost in errors]
     for entries in [*returned, *shares]:
       acc = acc.add(entries)
@@ -266,12 +269,19 @@ class SparDL(SelectingCollective):
   def _gone(
     self, blocks: Blocks, chosen: Sparse, delivered: Sparse, sent: Sparse
   ) -> tuple[jax.Array, Sparse]:
-    """The two arguments of `Accumulator.pending`, which materializes the next residual.
+    """The arguments (indices, errors) of `Accumulator.pending`, which makes the next residual of them.
 
-    Returns:
-      (indices, sent): the block-relative indices i32[P/d, c] where the next residual is
-      the current value less what was sent, elsewhere it is the initial gradient +
-      residual; and the sent entries [P/d, L], with the rounding error of each as value.
+    At an index the next residual is
+
+        not in indices               gradient + old residual, also where it was sent
+        in indices and in errors     the value in errors: the rest of it was sent
+        in indices, not in errors    the value of the accumulator, with received values
+
+    Args:
+      blocks: the P/d blocks of the gradient.
+      chosen: [P/d, L] entries that were selected and sent; row 0 is the own block.
+      delivered: [P/d, c] entries of the total.
+      sent: the entries of `chosen` with their rounding errors as values.
     """
     if self.residual == "global":
       return delivered.indices, sent
@@ -280,7 +290,7 @@ class SparDL(SelectingCollective):
     if self.residual == "partial":
       n = blocks.x.size
       flat = blocks.flat_indices(delivered.indices)
-      # A worker keeps what it sent where the total does not deliver it.
+      # Only entries that the total delivers become 0.
       members = bitset.insert(bitset.empty(n), flat, n)
       is_delivered = bitset.contains(members, blocks.flat_indices(indices))
       # index `length` is an empty slot
@@ -315,17 +325,16 @@ def reduce_scatter(
   lost = []
   for stride in schedules.strides(comm.size):
     # Transmission with sparsification (§3.1): the L largest entries of each block of
-    # the bag, with all that was received so far.
+    # the bag, after all values received so far have been added.
     bag = acc.largest(stride, min(2 * stride, comm.size))
-    # The stride numbers the message: each of a step has other noise of rounding.
+    # The stride is the number of the message, so that each has other noise.
     message, errors = writer.encode(bag, stride)
-    # The bag that arrives is of blocks that this worker still has (Theorem 3.1).
+    # The received bag has blocks that this worker has not sent yet (Theorem 3.1).
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
     lost.append(errors)
   own_block = acc.largest(0, 1)
-  # Subtract the own block, since all of it goes on; `reduce` adds back what R-SAG,
-  # B-SAG or rounding drop of it.
+  # Subtract the own block; `reduce` adds back what R-SAG, B-SAG or rounding drop of it.
   acc = acc.add(own_block._replace(values=-own_block.values))
   # row 0 of the errors: empty slots, whose index is the block's length
   not_sent = own_block._replace(

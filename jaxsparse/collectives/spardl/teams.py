@@ -1,4 +1,8 @@
-"""Spar-All-Gather: the sum of a block over teams, by R-SAG (§3.3.1) or B-SAG (§3.3.2, with Algorithm 2)."""
+"""Spar-All-Gather: the sum of a block over teams, by R-SAG (§3.3.1) or B-SAG (§3.3.2, with Algorithm 2).
+
+d is the number of teams, L the number of entries of a block that are kept, h the number
+that a team sends by B-SAG, and N the number of different indices of the sum of these.
+"""
 
 from typing import NamedTuple, Self
 
@@ -52,8 +56,8 @@ def r_sag(same_block: Comm, block: Sparse, writer: Writer) -> Summed:
   strides = schedules.strides(same_block.size)
   returned = []
   for step, stride in enumerate(reversed(strides)):
-    # Numbers of messages, which seed random rounding, are above all strides: those are
-    # the numbers of the reduce-scatter's messages.
+    # Message numbers seed random rounding. These are above all strides, which are the
+    # numbers of the reduce-scatter's messages.
     message, errors = writer.encode(block, _FIRST_MESSAGE + step)
     received = same_block.permute(
       message, [(worker, worker ^ stride) for worker in range(same_block.size)]
@@ -70,7 +74,7 @@ def r_sag(same_block: Comm, block: Sparse, writer: Writer) -> Summed:
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
   words = saturated(writer.codec.words(1, k_block) * len(strides), jnp.uint32)
-  # no N, by which only B-SAG adapts h
+  # None: only B-SAG has an N, to adapt h
   return Summed(block, returned, None, words)
 
 
@@ -83,10 +87,10 @@ def b_sag(
 ) -> Summed:
   """Sums the h largest entries of a block of each team, in team order, for any number of teams.
 
-  The L largest entries of the sum are kept. The others are in no total, so the
-  accumulators they come from still have them, and they are not returned. Entries of
-  `block` beyond its h largest are returned to this worker's accumulator, since other
-  teams may deliver their indices.
+  The L largest entries of the sum are kept. No team delivers the indices of the others,
+  so every worker keeps gradient + old residual there, and nothing is returned.
+  Entries of `block` beyond its h largest are returned to this worker's accumulator,
+  since other teams may deliver their indices.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -107,7 +111,7 @@ def b_sag(
     capacity: int,
   ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     """(the L largest entries of the sum [1, L], rounding errors, N, words), by messages of so many slots."""
-    # Algorithm 2's h entries travel in the smallest message that is compiled for them.
+    # [1, L] slots with h entries, cut to the smallest sufficient capacity
     rows, lost, words = writer.gather_rows(
       same_block, sparse.resize(head, capacity, length), _FIRST_MESSAGE, k_block
     )
@@ -162,6 +166,6 @@ def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptiv
   onward = jnp.where(state.right, doubled, state.step)
   step = jnp.where(right_way, onward, turned)
   h = jnp.clip(state.h + step, low, k_block)
-  # A doubled step does not count, so that the next one is doubled only after another
-  # right one.
+  # `right` becomes False after a doubled step, so that the step after it is not
+  # doubled.
   return Adaptive(h, step, right_way & ~state.right)

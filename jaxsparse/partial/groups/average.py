@@ -81,14 +81,14 @@ class Average:
       if member != self._me:
         values = self._model[shard]
         yield member, Piece(PieceKind.PART, self.group.number, self._me, values)
-    # A group of one has all parts already.
+    # Sets `result` of a group of one, which has all parts; sends nothing.
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
     """Takes a PART or a MEAN, and yields the pieces to send next, each with its receiver.
 
-    A piece that does not belong to this average is ignored: from no other member, a
-    duplicate, or of another size.
+    Ignores a piece that is not from another member, a duplicate, and a piece of another
+    size.
     """
     sender = piece.sender
     shape = piece.values.shape
@@ -109,10 +109,11 @@ class Average:
       self._missing.remove(sender)
 
   def _send_mean(self) -> Iterator[tuple[int, Piece]]:
-    """Averages the shard of this member once all parts of it have arrived, and yields it for all others."""
+    """Once all parts of this member's shard are there, averages them and yields the MEAN for each other member."""
     group = self.group
     if len(self._parts) < len(group.members):
       return
+    # `group.initial` is the weight of the initial model.
     total = np.float32(group.initial) * self._initial
     # in the order of members, not of arrival: sums of float32 are reproducible
     for member, weight in zip(group.members, group.weights, strict=True):

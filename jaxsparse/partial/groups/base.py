@@ -96,7 +96,16 @@ class BaseWorker(abc.ABC):
   def _average(
     self, kind: WorkerMessage, params: optax.Params, iteration: int
   ) -> tuple[optax.Params, int]:
-    """The average that `kind` asks for: READY with a group, SYNCHRONIZE with all workers."""
+    """The average that `kind` asks for: READY with a group, SYNCHRONIZE with all workers.
+
+    Args:
+      kind: READY or SYNCHRONIZE.
+      params: parameters of this worker.
+      iteration: the number of iterations that they have been trained for.
+
+    Returns:
+      The average and its iteration; or those of another worker's model, see below.
+    """
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(
@@ -106,8 +115,8 @@ class BaseWorker(abc.ABC):
       self.refused = 0
     else:
       vector, iteration = self._replace(vector, iteration)
-    # In `reduce` a worker whose model was not finite returns the model that it got. In
-    # `synchronize` all others wait for it, so it averages with the model that it got.
+    # READY with a model that is not finite returns the model of the other worker. With
+    # SYNCHRONIZE all others wait for this worker: it averages with the model it got.
     if kind == WorkerMessage.SYNCHRONIZE or is_finite:
       vector, iteration = self._ask(kind, vector, iteration)
     return self._unflatten(vector), iteration
@@ -126,6 +135,7 @@ class BaseWorker(abc.ABC):
       f"{problem}; it enters no average, and the worker continues from another worker's model"
     )
     try:
+      # sends no model; raises FloatingPointError if nobody else has a trained one
       return self._ask(WorkerMessage.NOT_FINITE, vector, iteration)
     except FloatingPointError as error:
       raise FloatingPointError(

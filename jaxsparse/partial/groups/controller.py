@@ -40,6 +40,9 @@ The state of a `Controller`, by worker; dicts are in the order of insertion:
     _component  label of each worker's component: workers with one label are connected; `_ABSENT` for all in `_absent`
     _count      number of groups formed since all workers were connected last
     _formed     number of groups formed so far, which is the number of the last one
+    _active     workers that groups are formed of: all that have not left, without those in `_for_all`
+    size        members of the next group: P, or the number of `_active` if that is smaller
+    window      T
 """
 
 import functools
@@ -114,6 +117,7 @@ class Controller:
     missing: Missing = "closest",
     history: int | None = None,
   ):
+    # at least 2; `group_size` at most `workers`
     check_whole("controller", 2, workers=workers)
     check_whole("controller", 2, workers, group_size=group_size)
     choices = {
@@ -125,7 +129,7 @@ class Controller:
         raise ValueError(f"{name}={value!r}, choose {names[0]!r} or {names[1]!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
-    # A group joins at most P components, so that P - 1 fewer are left.
+    # The least T: a group joins at most P components, so that P - 1 fewer are left.
     least = -(-(workers - 1) // (group_size - 1))
     check_whole("controller", least, optional=True, history=history)
     self.workers = workers
@@ -208,7 +212,7 @@ class Controller:
     return self._wait(worker, iteration, self._for_all)
 
   def failed(self, worker: int, number: int) -> list[WorkerGroup]:
-    """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
+    """Takes a worker out of group `number`, which it could not average with; returns the groups that can be formed now.
 
     Raises:
       Rejected: if `number` is not the worker's last group, or if the worker has
@@ -221,7 +225,8 @@ class Controller:
     del self._group[worker]
     # the same iteration may be signalled again
     self._last[worker] -= 1
-    # The failed group has connected nobody; which components it joined is not recorded.
+    # The group has connected nobody, and which components it joined is not recorded. So
+    # all workers count as not connected, and `_count` is 0: more groups are allowed.
     self._begin_to_connect()
     return self._form_groups()
 
@@ -233,32 +238,39 @@ class Controller:
     self._group.pop(worker, None)
 
   def leave(self, worker: int) -> list[WorkerGroup]:
-    """A worker ends or is dead: groups are formed without it."""
+    """Removes a worker that ends or is dead; returns the groups that can be formed without it."""
     self._check(worker)
     del self._last[worker]
     for by_worker in (self._queue, self._for_all, self._group):
       by_worker.pop(worker, None)
     self._absent.discard(worker)
-    # Groups may be smaller now, or all that are left wait for the average of all.
+    # Groups may be smaller now, or all that are left wait for the average of all. The
+    # label of the worker in `_component` stays, without effect.
     return self._form_groups()
 
   def join(self, worker: int) -> list[WorkerGroup]:
-    """A worker that has left takes part again; raises Rejected unless it has left."""
+    """Adds a worker that has left, else raises Rejected; returns the groups that can be formed now."""
     self._check_number(worker)
     if worker in self._last:
       raise Rejected(f"duplicate: worker {worker} has joined already")
     self._last[worker] = -1
-    # The worker is in no component yet: it counts as not connected.
+    # The worker is connected to nobody: components and `_count` begin anew.
     self._begin_to_connect()
     return self._form_groups()
 
   def _wait(
     self, worker: int, iteration: int, queue: dict[int, int]
   ) -> list[WorkerGroup]:
-    """Lets a worker wait, in `_queue` for a group or in `_for_all` for the average of all; returns the groups formed.
+    """Lets a worker wait in `queue`, and returns the groups that can be formed now.
+
+    Args:
+      worker: the number of the worker.
+      iteration: the iterations that it has done.
+      queue: `_queue` for a group, `_for_all` for the average of all.
 
     Raises:
-      Rejected: as `ready` says.
+      Rejected: if the worker is unknown, has left or waits already, or if the iteration
+        is malformed, signalled before, or too far ahead of all workers.
     """
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
@@ -282,7 +294,7 @@ class Controller:
         f"iteration {iteration} of worker {worker} is more than {_MOST_AHEAD} after {newest}, the newest of all workers"
       )
     self._last[worker] = queue[worker] = iteration
-    # from now on `failed` for its last group is stale
+    # from now on `failed` rejects its last group
     self._group.pop(worker, None)
     # The average of all will connect this worker with every other one, so its absence
     # ends; `_connect`, which ends it otherwise, is not called for that average.
@@ -340,12 +352,13 @@ class Controller:
 
   def _next_members(self) -> list[int]:
     """The members of the next group, with the worker that has waited longest; none if they have to wait."""
-    # too few ready workers for a group; during a call `held` says no more than that
+    # Before groups are formed, `held` tells no more than whether enough workers are
+    # ready for a group: `size` or more.
     if not self.held:
       return []
     head, *rest = self._queue
     others = rest[: self.size - 1]
-    # the workers, of those given, that are in another component than `head`
+    # from workers to those of them that are in another component than `head`
     elsewhere = lambda workers: [
       worker for worker in workers if self._component[worker] != self._component[head]
     ]
@@ -356,19 +369,20 @@ class Controller:
       # a ready worker of another component in place of the member that waited shortest
       if bridges := elsewhere(rest):
         others[-1] = bridges[0]
-      # The group is formed all the same if all workers of other components are absent.
+      # No such worker is ready: the group waits, unless all workers of other components
+      # are absent.
       elif not self._absent.issuperset(elsewhere(self._active)):
         return []
     return [head, *others]
 
   def _connect(self, members: list[int]) -> None:
-    """Joins the components of the members of a group, whose absence ends; counts the group.
+    """Joins the components of the members of a group, ends their absence, and counts the group in `_count`.
 
-    When all workers that are present are connected, the count begins anew.
+    When all workers that are not absent are connected, components and count begin anew.
     """
     self._component.update(
-      # An absent worker, with the label _ABSENT, becomes a component of its own: no
-      # other worker has its number as label, as `_begin_to_connect` gave it to nobody.
+      # An absent member gets its own number as label in place of _ABSENT. No other
+      # worker has this label: labels are numbers of workers that were not absent.
       {member: member for member in self._absent.intersection(members)}
     )
     self._absent.difference_update(members)
@@ -436,7 +450,7 @@ def dynamic_weights(
   present = sorted(set(ranks))
   total = 1 - decay ** present[-1]
   # Each present rank gets the weights of ranks first … last: its own, or all up to
-  # half-way to its neighbours.
+  # half-way to its neighbours. The rank in the middle goes to the newer neighbour.
   if missing == "closest":
     lasts = [
       *(newer + (older - newer) // 2 for newer, older in itertools.pairwise(present)),

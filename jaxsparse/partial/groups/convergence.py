@@ -13,9 +13,10 @@ def convergence_condition(
   rate: float,
   smoothness: float = 0.0,
 ) -> float:
-  """`η L + 2 N³ η² ρ̄ / P²` of Theorem 1, which bounds the gradient where it is at most 1.
+  """`η L + 2 N³ η² ρ̄ / P²`: Theorem 1 bounds the gradient if this is at most 1.
 
-  With η = P/N · γ, where the paper prints ρ/N · γ, and ρ̄ = ρ / (1 − ρ) + 2 √ρ / (1 − √ρ)².
+  Here ρ̄ = ρ / (1 − ρ) + 2 √ρ / (1 − √ρ)², and η = P/N · γ; the paper prints ρ/N · γ by
+  mistake.
 
   Args:
     rho: ρ, the second largest magnitude of the eigenvalues of the mean of the groups'
@@ -23,9 +24,9 @@ def convergence_condition(
     workers: N.
     group_size: P, the workers of a group.
     rate: γ, the learning rate of a worker.
-    smoothness: L, the Lipschitz constant of the gradient. It is rarely known; with 0
-      the result is the network's term alone, and more than 1 violates the condition
-      whatever L is.
+    smoothness: L, the Lipschitz constant of the gradient, which is rarely known. With 0
+      the result is the second term alone: if that is above 1, the condition is violated
+      for every L.
 
   Returns:
     The left side of the condition; infinite for ρ = 1.

@@ -3,8 +3,8 @@
 Events go in with the time at which they happen:
 
     GroupRequest(READY, model) ──┐                         ┌──> tell(Signal(READY, …))    the server
-    Answer(GROUP)         ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
-    Piece(PART, …)        ──┘                         └──> reply(average)            to the training loop
+    Answer(GROUP)              ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
+    Piece(PART, …)             ──┘                         └──> reply(average)            to the training loop
 
 A server that is silent may come back. Until it has been silent for its own limit and
 `reconnect` seconds more, the worker goes on sending heartbeats. A server that was
@@ -20,8 +20,8 @@ still in transit.
 
 A member of a group sends its parts as soon as it hears of the group, which may be
 before this worker does. Only parts can be early, since a mean needs the parts of all
-members; each member sends one; and it waits for one group at a time. So the early parts
-of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
+members; each member sends one part; and a worker waits for one group at a time. So the
+early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
 """
 
 import dataclasses
@@ -75,6 +75,8 @@ class GroupProtocol(WorkerProtocol[Average]):
     _run: the `Average` of the group under way; None if there is none.
     _settled: the number of the last group that needs nothing more of this worker.
     _early: pieces of a group of which the server has not told yet.
+    _has_no_donor: whether the open request goes on with this worker's own model, since
+      the model of the donor did not come in time.
 
   Example:
     >>> from jaxsparse.partial.net.membership import Membership
@@ -97,7 +99,6 @@ class GroupProtocol(WorkerProtocol[Average]):
     # what other workers fetch, and what is saved when the server is lost
     self.model = Model(self.initial, 0)
     self._request = WorkerMessage.HELLO
-    # The open request goes on with the own model: the donor's did not come in time.
     self._has_no_donor = False
 
   def _handle(self, event: object) -> None:
@@ -106,9 +107,9 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._leave()
       case GroupRequest():
         self._request = event.kind
-        # NOT_FINITE has no model: others can fetch the last finite one.
+        # NOT_FINITE has no model: the last finite one stays, and others can fetch it.
         self.model = event.model or self.model
-        # else the request begins at WELCOME
+        # False while this worker joins: `_take_answer` then begins it at WELCOME.
         if self.membership.open_request():
           self._begin_request()
       case _:
@@ -127,7 +128,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     membership.lose("sign of life", membership.limit + membership.reconnect)
 
   def _give_up(self) -> None:
-    """No message of another worker, or no WELCOME, has come for `timeout` seconds."""
+    """Fails, ends, or goes on without a donor: for `timeout` seconds no WELCOME or message of another worker came."""
     membership = self.membership
     if self._run:
       self._fail(self._run, f"no message of a member for {membership.timeout:g} s")
@@ -135,6 +136,7 @@ class GroupProtocol(WorkerProtocol[Average]):
       membership.reply(
         FloatingPointError(f"no model from another worker for {membership.timeout:g} s")
       )
+    # The server has not answered; where `fetches_since` is set, it has named a donor.
     elif membership.state == "joining" and membership.fetches_since is None:
       membership.lose("WELCOME", membership.timeout)
     # Training cannot start without the model of the donor.
@@ -149,6 +151,7 @@ class GroupProtocol(WorkerProtocol[Average]):
       self._has_no_donor = True
       membership.donor = None
       membership.await_peer()
+      # else, in state "joining", the request begins at WELCOME
       if membership.state == "fetching":
         self._begin_request()
 
@@ -164,21 +167,30 @@ class GroupProtocol(WorkerProtocol[Average]):
     return self.membership.waits and self._request == WorkerMessage.NOT_FINITE
 
   def _begin_request(self) -> None:
-    """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
+    """Begins the open request of the training loop, once this worker is a member.
+
+    Fetches the model of a donor, if the server has named one, else asks the server. The
+    first workers, for which there is no donor, go on with the model that they have.
+    """
     membership = self.membership
-    membership.state = "joined"
+    membership.state = "joined"  # after WELCOME, or already
     # The average of all is of the models that workers have: nothing is fetched for it.
     if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:
       membership.fetch()
     elif self._request == WorkerMessage.HELLO:
       self._reply(self.model)
     elif self._request == WorkerMessage.NOT_FINITE:
-      membership.join_again(0)  # then `_repeat_signal` sends NOT_FINITE
+      # Gives up its membership: at the next tick `_repeat_signal` asks for a donor by
+      # NOT_FINITE.
+      membership.join_again(0)
     else:
       membership.tell(self._request, self.model.iteration)
 
   def _take_model(self, piece: Piece) -> None:
-    """Answers the open request with the model of a donor; ignores one of another size, or with NaN or Inf."""
+    """Answers the open request with the model of a donor.
+
+    A model of another size, or with NaN or Inf, is ignored: the request stays open.
+    """
     is_model = 0 <= piece.number <= MAX_ITERATION and np.isfinite(piece.values).all()
     if is_model and piece.values.size == self.initial.size:
       self._reply(Model(piece.values, piece.number))
@@ -206,7 +218,7 @@ class GroupProtocol(WorkerProtocol[Average]):
           self._begin_request()
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
-      # Ignored if the lost worker has sent this one all that it needs; -1 is no worker.
+      # Ignored if the lost worker has sent all its pieces to this one; -1 is no worker.
       case ServerMessage.ABORT if self._run and self._run.needs(
         content["number"], content.get("worker", -1)
       ):
@@ -263,7 +275,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     self._run = None
 
   def _fail(self, average: Average, reason: str) -> None:
-    """Keeps the model of this worker and asks for another group."""
+    """Drops an average: this worker keeps its model, and asks for another group or the average of all again."""
     membership = self.membership
     self._log.say(
       reason,
@@ -271,5 +283,6 @@ class GroupProtocol(WorkerProtocol[Average]):
       membership.now,
     )
     self._settle(average)
+    # `_settle` has set `_settled` to the number of this group.
     self.membership.tell(WorkerMessage.FAILED, self._settled)
     self._begin_request()

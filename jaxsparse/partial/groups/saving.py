@@ -21,8 +21,9 @@ from jaxsparse.arrays.flatten import leaf_shapes, leaves_by_name
 
 
 def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str:
-  """Saves a worker's parameters for `restore`, if there are trained ones; says where, or why not.
+  """Saves a worker's trained parameters for `restore`; returns a sentence that says where, or why not.
 
+  Nothing is saved if `path` is None, or `iteration` is 0: nothing has been trained.
   Leaves are saved as float32, as averages are: numpy's file format has no bfloat16.
 
   Example:
@@ -39,7 +40,7 @@ def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str
     with temporary.open("wb") as file:
       np.savez(file, **content, iteration=np.asarray(iteration))
       file.flush()
-      # or a crash of the machine could leave the new name without the content
+      # else a crash of the machine could leave the new name without the content
       os.fsync(file.fileno())
     temporary.replace(path)
   except OSError as error:
@@ -80,7 +81,7 @@ def restore(
   """
   with np.load(path) as file:
     saved = dict(file)
-  # the shapes of arrays by name; "iteration" is a scalar among the leaves
+  # shapes by name: of each leaf, and () of the scalar "iteration"
   held = {name: value.shape for name, value in saved.items()}
   wanted = leaf_shapes(like)
   if held != {**wanted, "iteration": ()}:

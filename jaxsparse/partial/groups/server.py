@@ -1,9 +1,9 @@
 """The server's protocol with the workers of a `Controller`: a state machine without sockets and clocks.
 
 A dead worker joins no more groups, and the members of its current group receive ABORT.
-They do not where it left by a BYE which says that it has sent them all that they wait
-for. The group filter lets a worker that is ready wait for others no longer than its own
-last step took.
+A worker that leaves says in its BYE up to which group it has sent all pieces: the
+members of these groups receive no ABORT. The group filter lets a worker that is ready
+wait for others no longer than its own last step took.
 """
 
 import dataclasses
@@ -44,7 +44,9 @@ class GroupServer:
   Args:
     controller: the state machine that forms groups; over when none of its workers is
       alive.
-    members: the workers that have joined; `members.known` has a `GroupMember` of each.
+    members: the workers that have joined; `members.known` has a `GroupMember` of each:
+      when its current step began, until when it waits for the filter, the iteration of
+      its model (0: it is no donor), whether it seeks a finite model, its last group.
     first: what is added to the controller's numbers of groups in messages. It differs
       between servers at one address: else pieces for a group of an earlier server could
       be taken for those of a group of this one.
@@ -82,7 +84,7 @@ class GroupServer:
       self._announce(self._controller.release())
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
-    """Does what a signal asks for; `Members.receive` answers Rejected, before which nothing may change."""
+    """Does what a signal asks for, or raises Rejected, which `Members.receive` sends to the worker."""
     kind, worker, value = signal[:3]
     if kind in (WorkerMessage.HELLO, WorkerMessage.NOT_FINITE):
       self._take_hello(connection, signal)
@@ -96,8 +98,8 @@ class GroupServer:
         groups = (self._controller.ready if is_ready else self._controller.synchronize)(
           worker, value
         )
-        # after the call, which may raise Rejected; before `_announce`, which sets the
-        # iteration of the members of a group that was formed
+        # After the call, as a rejected signal may change nothing. Before `_announce`,
+        # which gives all members of a group its iteration.
         member.waits_until = self.members.now + (self.members.now - member.step_began)
         member.iteration = value
         member.seeks = False
@@ -105,6 +107,8 @@ class GroupServer:
       case WorkerMessage.FAILED:
         # Groups in messages are counted from `first`, those of the controller from 1.
         groups = self._controller.failed(worker, value - self._first)
+        # The others wait for pieces of this worker. Before `_announce`, which may set
+        # another `member.group`.
         self._abort(worker, member.group)
         self._announce(groups)
 
@@ -114,11 +118,12 @@ class GroupServer:
     The worker is no donor itself until it is ready again.
     """
     worker = signal.worker
-    # Models are no longer those that training started from: their values may differ.
+    # Once a worker has trained, models may differ: start values are not compared.
     has_trained = any(member.iteration for member in self.members.known.values())
     self.members.check(connection, signal, at_start=not has_trained)
-    # Workers that the controller expects from the start are alive before they join.
+    # The controller counts all workers as alive from the start, before they join.
     if worker in self._controller.alive:
+      # forgets the worker's iteration: that of its new model may be smaller
       self._controller.replaced(worker)
     else:
       self._announce(self._controller.join(worker))
@@ -126,12 +131,12 @@ class GroupServer:
     member.step_began = self.members.now
     member.iteration = 0
     member.group = None
-    # Another donor than for the last HELLO, whose model may not have come.
+    # `_welcome` names the next donor: the model of the one before may not have come.
     member.hellos += 1
     self._welcome(signal, member)
 
   def _welcome(self, signal: Signal, member: GroupMember) -> None:
-    """Answers WELCOME with a donor, the most trained one first; NOT_FINITE gets none before there is a donor."""
+    """Sends WELCOME with the address of a donor, None without one; NOT_FINITE gets no answer until there is a donor."""
     known = self.members.known
     donors = sorted(
       (candidate for candidate in known.values() if candidate.iteration),
@@ -139,15 +144,22 @@ class GroupServer:
     )
     member.seeks = signal.kind == WorkerMessage.NOT_FINITE and not donors
     if not member.seeks:
+      # `hellos` is 0 at the first HELLO: the most trained donor.
       donor = donors[member.hellos % len(donors)].address if donors else None
       self.members.tell(
         [signal.worker], ServerMessage.WELCOME, limit=self.members.limit, donor=donor
       )
+    # The worker has joined, but its request ends with an error.
     elif all(other in known and known[other].seeks for other in self._controller.alive):
       raise Rejected("nobody: no worker has a finite model")
 
   def _leave(self, worker: int, settled: int = 0) -> None:
-    """Continues without a worker; it owes no piece to groups up to number `settled`, 0 if it is dead."""
+    """Removes a worker that leaves or is dead; its last group receives ABORT if pieces of the worker are missing.
+
+    Args:
+      worker: the number of the worker.
+      settled: it has sent all pieces to groups up to this number; 0 if it is dead.
+    """
     groups = self._controller.leave(worker)
     member = self.members.forget(worker)
     if member and member.group and member.group.number > settled:

@@ -101,10 +101,12 @@ class Worker(BaseWorker):
       initial.nbytes + messages.LONGEST,
       timeout,
     )
+    # `limit` holds until WELCOME, which states the limit of the server.
     membership = endpoint.make_membership(
       number, limit=timeout, reconnect=reconnect, alike=Alike.of(params)
     )
     self._protocol = GroupProtocol(membership, np.asarray(initial))
+    # `_model` answers a FETCH; `_lose` saves the model if the server is lost.
     endpoint.start(
       self._protocol,
       self._model,
@@ -127,7 +129,8 @@ class Worker(BaseWorker):
   def _ask(
     self, kind: WorkerMessage, vector: jax.Array, iteration: int
   ) -> tuple[jax.Array, int]:
-    # The protocol keeps the last finite model, for other workers and for the file.
+    # NOT_FINITE has no model: the protocol keeps the last finite one, for other workers
+    # and for the file.
     self._endpoint.post(
       GroupRequest(
         kind,

@@ -34,18 +34,17 @@ def first_not_finite(params: optax.Params) -> str | None:
     >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
     "params['w']"
   """
-  # float64 may overflow in float32
+  # A float64 that overflows in float32 counts as Inf, without a warning of numpy.
   with np.errstate(over="ignore"):
     for name, leaf in leaves_by_name(params).items():
-      # Where a leaf is sharded over the processes of a worker, all of them get the same
-      # answer.
+      # All processes of a worker get the same answer for a leaf that they share.
       if not all_finite(jnp.asarray(leaf, jnp.float32)):
         return f"params{name}"
   return None
 
 
 def check_start(params: optax.Params) -> None:
-  """Raises TypeError or ValueError with the name of the leaf if training cannot start from a model.
+  """Raises TypeError or ValueError, with the name of the leaf, if training cannot start from `params`.
 
   Example:
     >>> check_start({"step": 3})
@@ -94,7 +93,7 @@ class Alike(NamedTuple):
   def of(
     cls, params: optax.Params, start: optax.Params | None = None, **options: Any
   ) -> Self:
-    """The `Alike` of a worker that starts from `params`.
+    """The `Alike` of a worker that starts from `params`, without `run` and `lineage`.
 
     Args:
       params: the parameters of the worker, whose layout is compared.

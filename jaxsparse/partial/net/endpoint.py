@@ -119,8 +119,8 @@ class Endpoint:
     Args:
       protocol: its `membership` is made by `make_membership` of this endpoint.
       make_model: from a FETCH to the MODEL that answers it, called in the thread.
-      lose: saves what is to be saved after the server was lost; from the message to the
-        error, which every later request raises.
+      lose: gets the reason when the server is lost, saves the model, and returns the
+        error that every later request raises.
       name: of the thread.
     """
     self._protocol = protocol
@@ -230,12 +230,13 @@ class Endpoint:
       while self._peers.sending and time.monotonic() < end:
         self._network.wait(0.01)
     finally:
+      # BYE may take `_LAST_WORDS` ms more to be sent: the server may be dead.
       self._network.close(_LAST_WORDS)
 
   def _send_model(self) -> None:
-    """Sends the model to the next worker that has asked for it, once ZeroMQ has sent the model before.
+    """Sends the model to the next worker that has asked for it, once ZeroMQ has sent the previous copy.
 
-    Once a second it tells the workers that have to wait longer that they wait.
+    Once a second it sends WAITS to the workers that have to wait longer.
     """
     if self._transfer is None or self._transfer.done:
       self._transfer = None
@@ -250,11 +251,11 @@ class Endpoint:
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.worker))
 
   def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
-    """Sends a piece by a connection that a worker has made to this one, unless it is gone.
+    """Sends a piece by a connection that a worker has made to this one; drops it if the worker is gone.
 
     Returns:
-      The tracker of the last chunk of a model; None for other chunks, or if the worker
-      is gone.
+      The tracker of the last chunk of a model; None for other chunks, and if the piece
+      is dropped.
     """
     is_last = piece.tag == 0  # the tag counts the chunks that follow
     with contextlib.suppress(zmq.ZMQError):
@@ -268,37 +269,38 @@ class Endpoint:
     self._protocol.handle(event, time.monotonic())
 
   def _from_server(self, frames: list[bytes]) -> None:
-    """Gives the protocol an answer of the server; one that is malformed changes nothing."""
+    """Gives the protocol an answer of the server; ignores a malformed one with a warning."""
     try:
       answer = messages.parse_answer(frames[0])
-      # STATUS is for people
+      # STATUS is for people, not for the protocol
       if answer.kind != ServerMessage.STATUS:
         self._handle(answer)
     except messages.Rejected as error:
       self._protocol.membership.warn(f"ignores a message of the server: {error}")
 
   def _from_worker(self, frames: list[bytes]) -> None:
-    """A message of a worker by the connection that it has made to this one."""
+    """Takes a message by a connection that another worker made: queues a FETCH, gives other pieces to the protocol."""
     # The first frame is the connection, an identity that ZeroMQ's ROUTER prepends.
     connection, *content = frames
     piece = messages.parse_piece(content)
     if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
-    # A model is only taken from the donor, by the connection that this worker has made
-    # to it.
+    # MODEL and WAITS count only by the connection that this worker has made to its
+    # donor (`_from_peer`).
     elif piece and piece.kind not in _OF_DONORS:
       self._handle(piece)
 
   def _from_peer(self, address: str, frames: list[bytes]) -> None:
-    """A message of a worker by the connection that this one has made to its address."""
+    """Takes a message by this worker's own connection to `address`: assembles the model if a donor sends it."""
     piece = messages.parse_piece(frames)
+    # neither MODEL nor WAITS
     if piece is None or piece.kind not in _OF_DONORS:
       self._from_worker([b"", *frames])  # a DEALER prepends no connection
       return
     membership = self._protocol.membership
     donors = membership.donors  # addresses of the donors that are asked now
     if address in donors:
-      membership.hear_donor()
+      membership.hear_donor()  # extends deadlines
       # the whole model once its last chunk has come
       if piece.kind == PieceKind.MODEL and (
         model := self._assembly.add(address, piece, donors)

@@ -12,7 +12,11 @@ class Warnings:
   """The warnings of a protocol; one of a kind that lasts is said after 10, 20, 40 and then every 80 seconds.
 
   Args:
-    logger: that of the module.
+    logger: the logger of the module.
+
+  Attributes:
+    _said: by kind: when it was logged last, the pause in seconds before it is logged
+      again, and how often it was left out since.
 
   Example:
     >>> import logging
@@ -23,25 +27,25 @@ class Warnings:
 
   def __init__(self, logger: logging.Logger):
     self._logger = logger
-    # by kind: when it was logged last, the pause in seconds before it is logged again,
-    # and how often it was left out since
     self._said: dict[Hashable, tuple[float, float, int]] = {}
 
   def say(self, kind: Hashable, text: str, now: float) -> bool:
-    """Logs a warning unless one of its kind was logged a short time ago; whether it does.
+    """Logs a warning unless one of its kind was logged a short time ago; returns whether it is logged.
 
     Args:
-      kind: what warnings share whose texts differ in numbers only.
+      kind: the same for warnings whose texts differ in numbers only.
       text: the message.
       now: the time in seconds.
     """
-    # removed and inserted again, so that the dict begins with the kind said longest ago
+    # Removed and inserted again: so the dict begins with the kind whose last warning is
+    # the oldest, which is forgotten first.
     said, pause, unsaid = self._said.pop(kind, (-float("inf"), _PAUSE, 0))
     is_due = now >= said + pause
     if is_due:
       often = f" ({unsaid} more like this in {now - said:.0f} s)" if unsaid else ""
       self._logger.warning(text + often)
-      # After an absence that was longer than the pause, pauses begin short again.
+      # The pause is doubled while the cause lasts: the warning comes again within twice
+      # the pause. Else pauses begin short again.
       lasts = now < said + 2 * pause
       self._said[kind] = now, min(2 * pause, _LONGEST) if lasts else _PAUSE, 0
     else:

@@ -10,8 +10,8 @@ REJECTED with the reason, and changes nothing.
 
 A HELLO with the number of a worker that has joined comes from its successor, restarted
 after a crash that the server has not noticed yet, or from a second worker that was
-given the same number by mistake. It is rejected as "duplicate", which may be retried;
-as "taken" once the worker that has joined was heard after it.
+given the same number by mistake. It is rejected as "duplicate", and may try again; once
+the worker that has joined has been heard again, it is rejected as "taken", for good.
 """
 
 import dataclasses
@@ -87,58 +87,76 @@ class Membership:
   fetching    waits for the model of the donor, another worker, that the server has named
   joined      serves requests of the training loop
   ended       the worker has left, was rejected, or has lost the server; nothing happens any more
+
+  Attributes:
+    worker: the number of this worker.
+    address: where other workers reach this one.
+    timeout: how long to wait for WELCOME, and for each message of another worker.
+    now: time of the last event or tick.
+    tell_server: sends a signal to the server.
+    send: sends a piece to an address; may handle `Unreachable` before it returns.
+    answer_loop: gives the training loop an answer, or an exception that it raises.
+    limit: how long the server may be silent; WELCOME states the limit of the server.
+    disconnect: closes the connection to an address; may handle `Unreachable` before it
+      returns.
+    most: a server that was silent for long before is lost after `most * limit` at most.
+    silence: longest recent silence between two messages of the server; it decays.
+    reconnect: how long to wait for a server that has been silent for its limit.
+    state: as above.
+    position: in rounds, how far this worker is.
+    alike: what all workers need alike.
+    donor: the address of the worker whose model has to replace the model of this one;
+      in rounds addresses of several donors, with spaces. None if the own model stays.
+    in_vain: how often donors have been asked in vain: one for links, then all for
+      slices of their anchor, then one for its anchor.
+    fetches_since: when it began to ask for a model that has not come; None if it asks
+      for none.
+    waits: whether a request of the training loop is open; the first one asks for the
+      model to start from.
+    addresses: of the other workers of whom the server has told, by worker.
+    part: the number of this process among those of the worker.
+    lost: once the server is lost, which message has not come for how many seconds.
+    relay: passes signals and answers on if the worker has several processes; else None.
+    server_until: deadline of the next message of the server.
+    peer_until: deadline of WELCOME, or of the next message of another worker.
+    stalled_until: deadline of the next byte of the donor.
+    _heard: when the last message of the server came.
+    _next_signal: when the next HELLO, NOT_FINITE or BEAT is sent.
   """
 
-  worker: int  # the number of this worker
-  address: str  # where other workers reach this one
-  timeout: float  # how long to wait for WELCOME, and for each message of another worker
-  now: float  # time of the last event or tick, in seconds
+  worker: int
+  address: str
+  timeout: float
+  now: float
   tell_server: Callable[[Signal], None]
-  # to the worker at an address; may handle `Unreachable` before it returns
   send: Callable[[str, Piece], None]
-  answer_loop: Callable[[Any], None]  # the training loop raises exceptions
-  limit: float  # how long the server may be silent; it states its own limit in WELCOME
-  # closes the connection to an address; may handle `Unreachable` before it returns
+  answer_loop: Callable[[Any], None]
+  limit: float
   disconnect: Callable[[str], None] = lambda _: None
-  # times `limit`: after so long at most a server is lost that was often silent before
   most: float = 1.0
-  # longest recent seconds between two messages of the server, which decay
   silence: float = 0.0
-  # how long to wait for a server that has been silent for its limit
   reconnect: float = 0.0
   state: Literal["joining", "fetching", "joined", "ended"] = "joining"
-  position: RoundPosition = _START  # in rounds
-  alike: Alike = _UNKNOWN  # what all workers need alike
-  # the address of the worker whose model has to replace the model of this one; in
-  # rounds addresses of several donors, with spaces. None if the own model stays.
+  position: RoundPosition = _START
+  alike: Alike = _UNKNOWN
   donor: str | None = None
-  # how often donors have been asked in vain: one for links, then all for slices of their
-  # anchor, then one for its anchor
   in_vain: int = 0
-  # when it began to ask for a model that has not come
   fetches_since: float | None = None
-  # whether a request of the training loop is open; the first one asks for the model to
-  # start from
   waits: bool = True
-  # addresses of the workers of whom the server has told it
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)
-  part: int = 0  # the number of this process among those of the worker
-  # once the server is lost, which message has not come for how many seconds
+  part: int = 0
   lost: tuple[str, float] = "", 0.0
   relay: Relay | None = None
 
   def __post_init__(self) -> None:
     now = self.now
-    self._heard = now  # when the last message of the server came
-    # time until which it waits for the next message of the server
+    self._heard = now
     self.server_until = now + self.limit
-    # time until which it waits for WELCOME, or for the next message of another worker
     self.peer_until = now + self.timeout
-    # time until which it waits for the next byte of the donor
     self.stalled_until = now
     self._last_tick = now
     self._log = Warnings(_LOG)
-    self._next_signal = now  # when HELLO, NOT_FINITE or BEAT is sent
+    self._next_signal = now
 
   @property
   def interval(self) -> float:
@@ -151,10 +169,10 @@ class Membership:
     return 0 if self.fetches_since is None else round(self.now - self.fetches_since)
 
   def tick(self, now: float) -> None:
-    """Notes the time; asks donors again of whom no byte has come for too long."""
+    """Sets the time; if no byte of the donors has come for too long, disconnects them and asks for a model again."""
     self.now = now
-    # This process was suspended: unread messages of others may wait, so nobody is taken
-    # for silent.
+    # Ticks come far more often: this process was suspended, and messages may be unread.
+    # So deadlines are extended.
     if now - self._last_tick > self.limit / 2:
       self._heard = now
       self.server_until = max(self.server_until, now + self.limit)
@@ -165,7 +183,8 @@ class Membership:
       self.warn(f"has no byte of the model of {self.donor} for a while, and asks again")
       for donor in self.donors:
         self.disconnect(donor)
-        # no effect where `disconnect` has handled `Unreachable` already
+        # Counts the fetch as in vain, and joins again: WELCOME names a donor. No effect
+        # after the first donor, or if `disconnect` has handled `Unreachable`.
         self.miss_donor(donor)
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
@@ -179,20 +198,28 @@ class Membership:
     """Sends, when it is time, HELLO or NOT_FINITE while joining, heartbeats afterwards.
 
     Args:
-      hello: HELLO or NOT_FINITE.
+      hello: NOT_FINITE where the model of this worker has NaN or Inf, so that it may
+        join only if there is a donor; else HELLO.
       undelivered: in rounds, the weight that was trained for and not delivered.
     """
     if self.now < self._next_signal:
       return
     if self.state == "joining":
+      # `fetching`: seconds for which it has asked for a model in vain, else 0
       self.tell(hello, self.fetching, address=self.address, alike=self.alike)
       self._next_signal = self.now + RETRY
     else:
       self.tell(WorkerMessage.BEAT, undelivered)
+      # several heartbeats in the limit of the server, and one each second
       self._next_signal = self.now + min(self.limit / _BEATS, _PULSE)
 
   def hear(self) -> None:
-    """The server has sent something."""
+    """Notes a message of the server: extends `server_until`, after which the server counts as lost.
+
+    The deadline is its limit, longer if it was silent for long before, and `reconnect`
+    seconds more, in which a server that was restarted may answer.
+    """
+    # the longest recent silence, which decays at each message
     self.silence = max(self.now - self._heard, _DECAY * self.silence)
     self._heard = self.now
     limit = limit_after(self.silence, self.limit, self.most)
@@ -203,9 +230,15 @@ class Membership:
     self._log.say(text, f"worker {self.worker} {text}", self.now)
 
   def learn(self, addresses: dict[int, str | None]) -> None:
-    """Notes addresses that the server has told: by worker, comma-separated by process; None if it has left."""
+    """Updates `addresses` by what the server has told.
+
+    Args:
+      addresses: by worker, the addresses of its processes, comma-separated; None if the
+        worker has left.
+    """
     for worker, address in addresses.items():
       self.addresses.pop(worker, None)
+      # the process that has the number of this process in its worker; "" if none has
       if counterpart := self._counterpart(address or ""):
         self.addresses[worker] = counterpart
 
@@ -214,7 +247,7 @@ class Membership:
     return "".join(addresses.split(",")[self.part : self.part + 1])
 
   def parse_group(self, content: Content) -> WorkerGroup:
-    """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
+    """The group in a GROUP answer; raises Rejected if it lacks this worker, or a member's address is not known."""
     group = WorkerGroup.parse(content)
     others = {*group.members} - {self.worker}
     if not group.has(self.worker) or not self.addresses.keys() >= others:
@@ -224,11 +257,17 @@ class Membership:
     return group
 
   def enter(self, limit: float, donor: str | None, most: float = 1.0) -> None:
-    """The server, perhaps another one than before, has answered WELCOME with these values of the fields."""
+    """Joins: a server, perhaps another one than before, has answered WELCOME with these values.
+
+    Args:
+      limit: how long the server may be silent.
+      donor: address of the worker whose model this worker has to fetch, or None.
+      most: times `limit`, after which a server is lost that was silent before.
+    """
     self.state = "joined"
     self.limit = limit
     self.most = most
-    # silences of the server before say nothing about this one
+    # Silences of an earlier server say nothing about this one.
     self.silence = 0.0
     self._heard = self.now
     self.donor = donor
@@ -249,20 +288,22 @@ class Membership:
     return [*filter(None, map(self._counterpart, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
-    """Asks the donor for its model; in rounds for links from the own anchor on, or donors for slices of their anchor.
+    """Sends FETCH to the donors: for a model; in rounds for the links since the own anchor, or for slices of theirs.
 
     Args:
-      round_: in rounds, the donor answers once it has been through so many rounds.
-      id_: in rounds, the id of the last round of the own anchor.
+      round_: in rounds, a donor answers once its anchor has been through so many of
+        them.
+      id_: in rounds, the id of the last round of the own anchor, from which links lead
+        on.
     """
     self.state = "fetching"
     # The time of the first of several requests is kept.
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
-    self._await_donor()
+    self._await_donor()  # sets `stalled_until`
     requests = transfers.requests(
       self.donors, self.in_vain, round_, self.worker, self.position.round, id_
     )
-    for request in requests:
+    for request in requests:  # an address, and a FETCH
       self.send(*request)
 
   def _await_donor(self) -> None:
@@ -304,7 +345,7 @@ class Membership:
 
         absent       the server does not know this worker, which joins again
         duplicate    while joining: HELLO is repeated, the number may become free
-        any other    the training loop raises ValueError; a worker that joins ends.
+        any other    the training loop raises ValueError, and a joining worker ends.
                      Ignored by a worker that neither joins nor awaits a group.
 
     Args:
@@ -338,19 +379,24 @@ class Membership:
 
 @dataclasses.dataclass(eq=False)
 class EarlyPieces:
-  """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
+  """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group.
 
-  # values, in words of 4 bytes, that all members may send before this one hears of the
-  # group; more are forged, and could fill the memory
+  Attributes:
+    entries: values, in words of 4 bytes, that all members may send before this one
+      hears of the group; more are forged, and could fill the memory.
+    pieces: by sender and tag.
+    kept: words of memory of these pieces: their values, and the objects around them.
+  """
+
   entries: int
-  # by sender and tag
   pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)
-  kept: int = 0  # words of memory of these pieces
+  kept: int = 0
 
   def keep(self, piece: Piece) -> None:
-    """Keeps a piece, in place of an earlier one with its sender and tag; drops it if there is no room."""
+    """Keeps a piece in place of an earlier one of the same sender and tag; drops it if all take too much memory."""
     if former := self.pieces.pop((piece.sender, piece.tag), None):
       self.kept -= former.words
+    # `_EARLY_WORDS` are for the objects around the values.
     if self.kept + piece.words <= self.entries + _EARLY_WORDS:
       self.pieces[piece.sender, piece.tag] = piece
       self.kept += piece.words
@@ -414,11 +460,12 @@ class WorkerProtocol(Generic[E]):
           self._take_model(event)
       case Piece():
         self._take_piece(event)
+      # asks for another donor, if the worker there is asked for its model
       case Unreachable(address):
         membership.miss_donor(address)
 
   def tick(self, now: float) -> None:
-    """Time has passed: repeats signals, and gives up what has taken too long."""
+    """Repeats signals when it is time, and gives up what has taken too long."""
     membership = self.membership
     if membership.state == "ended":
       return
@@ -479,28 +526,42 @@ M = TypeVar("M", bound=Member)
 
 @dataclasses.dataclass(eq=False)
 class Members(Generic[M]):
-  """The workers at a server: who has joined by which connection, and who is dead."""
+  """The workers at a server: who has joined by which connection, and who is dead.
 
-  # makes what the server knows of a worker: a `Member` with what the product adds
+  Attributes:
+    record: makes an empty `Member`, with the fields that the product adds.
+    send: sends a frame to a connection without waiting; False if the connection is
+      gone, or full.
+    limit: seconds of silence after which a worker is dropped.
+    now: time of the last message or tick.
+    dead_at: by worker, the time at which it is dropped if no message comes before.
+    rejected: how many messages were rejected.
+    most: a worker that was silent before is dropped after `most * limit` at most.
+    known: by worker that has joined, its `Member`: connection, address, when it was
+      heard last, its longest recent silence, the number of the last change of addresses
+      that it was told (`told`), and `rivals`: connections of other processes that ask
+      for its number, each with the time of its first HELLO.
+    alike: what the workers that have joined have alike.
+    _last_probe: when the server has sent heartbeats.
+    _changes: how often workers have joined and left, which numbers these changes.
+    _addresses: by worker, the number of its last change, and its address, None if it
+      has left.
+  """
+
   record: Callable[[], M]
-  # a frame to a connection without waiting; False if it is gone, or full
   send: Callable[[bytes, bytes], bool]
-  limit: float  # seconds of silence after which a worker is dropped
-  now: float  # time of the last message or tick, in seconds
-  # by worker: the time at which it is dropped if no message comes before
+  limit: float
+  now: float
   dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
-  rejected: int = 0  # messages
-  # times `limit`: after so long at most a worker is dropped that was silent before
+  rejected: int = 0
   most: float = 1.0
-  # by worker: what is known of those that have joined
   known: dict[int, M] = dataclasses.field(default_factory=dict)
-  alike: Alike = _UNKNOWN  # what the workers that are there have alike
+  alike: Alike = _UNKNOWN
 
   def __post_init__(self) -> None:
     self._last_tick = self.now
     self._last_probe = -float("inf")
-    self._changes = 0  # how often workers have joined and left
-    # by worker: the number of its last change, and its address, None if it has left
+    self._changes = 0
     self._addresses = dict[int, tuple[int, str | None]]()
 
   def receive(
@@ -514,7 +575,7 @@ class Members(Generic[M]):
 
     Args:
       connection: the ZeroMQ identity of the connection that has sent the message.
-      frames: of the message, one in a valid signal.
+      frames: the frames of the message; a valid signal has one.
       now: the time in seconds.
       handle: does what a valid signal of a connection asks for, or raises Rejected.
     """
@@ -529,7 +590,8 @@ class Members(Generic[M]):
       )
       return
     member = self.known.get(signal.worker)
-    # Only messages by the connection that has joined are signs of life.
+    # Only messages by the connection that has joined are signs of life. `member` is
+    # None if the worker has left by this message, or has not joined.
     if member and member.connection == connection:
       member.silence = max(now - member.heard, _DECAY * member.silence)
       member.heard = now
@@ -540,41 +602,41 @@ class Members(Generic[M]):
     return limit_after(member.silence, self.limit, self.most)
 
   def tick(self, now: float, **beat: Any) -> list[int]:
-    """Sends heartbeats, and returns the workers that are dead; to be called several times in `limit` seconds.
+    """Sends heartbeats, and returns the dead workers, which the caller drops; called several times in `limit` seconds.
 
     Args:
       now: the time in seconds.
       beat: the fields of the heartbeats.
     """
     self.now = now
-    # This process was suspended: messages of workers may be unread.
+    # This process was suspended: messages of workers may be unread, so nobody is dead.
     if now - self._last_tick > self.limit / 2:
       self.dead_at = {
         worker: max(end, now + self.limit) for worker, end in self.dead_at.items()
       }
     self._last_tick = now
-    # computed in each tick: the lead of several processes changes `limit`
+    # Computed in each tick: where a worker is several processes, `limit` changes.
     interval = self.limit / _PROBES
     if now > self._last_probe + interval:
       self._last_probe = now
       frame = messages.pack_answer(ServerMessage.BEAT, **beat)
       for worker, member in self.known.items():
-        # The connection is gone: the worker is dropped a little later, after its last
+        # A worker whose connection is gone is dropped a little later, after its last
         # messages.
         if not self.send(member.connection, frame):
           self.dead_at[worker] = min(self.dead_at[worker], now + interval)
     return [worker for worker, end in self.dead_at.items() if end < now]
 
   def tell(self, workers: Iterable[int], kind: ServerMessage, **content: Any) -> None:
-    """Sends an answer to those of the workers that are there."""
+    """Sends an answer to those of the workers that have joined."""
     frame = messages.pack_answer(kind, **content)
     for worker in workers:
       if worker in self.known:
         self.send(self.known[worker].connection, frame)
 
   def tell_group(self, group: WorkerGroup) -> None:
-    """Tells the members that they are a group, and each one the addresses that it has not been told."""
-    # Members that were told equally much get one frame, which is packed once.
+    """Sends GROUP to the members, to each with the addresses that it has not been told."""
+    # Members with the same `told` get the same addresses: their frame is packed once.
     by_told = dict[int, list[M]]()
     for worker in group.members:
       by_told.setdefault(self.known[worker].told, []).append(self.known[worker])
@@ -613,7 +675,7 @@ class Members(Generic[M]):
     worker = signal.worker
     member = self.known.get(worker)
     if member and member.connection != connection:
-      # processes that still ask for the number
+      # Forgets processes that no longer ask for the number.
       member.rivals = {
         rival: at
         for rival, at in member.rivals.items()
@@ -625,6 +687,7 @@ class Members(Generic[M]):
       if member.heard > asked and self.send(
         member.connection, messages.pack_answer(ServerMessage.BEAT)
       ):
+        # another HELLO of the rival is rejected as "duplicate" at first
         del member.rivals[connection]
         raise Rejected(
           f"taken: a living worker has the number {worker}, choose another one or end that worker first"
@@ -636,7 +699,7 @@ class Members(Generic[M]):
     others = [known for peer, known in self.known.items() if peer != worker]
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
-    # the numbers of processes, each of which has an address
+    # the numbers of processes of this worker and of others: each process has an address
     parts = 1 + signal.address.count(",")
     if others and parts != (theirs := 1 + others[0].address.count(",")):
       raise Rejected(
@@ -644,7 +707,7 @@ class Members(Generic[M]):
       )
 
   def join(self, connection: bytes, signal: Signal) -> M:
-    """Joins a worker, or joins it again; returns what is known of it, to which the caller adds its own fields."""
+    """Joins a worker, or joins it again; returns its `Member`, whose further fields the caller sets."""
     member = self.known.setdefault(signal.worker, self.record())
     member.connection = connection
     member.address = signal.address

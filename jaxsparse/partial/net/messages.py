@@ -320,7 +320,7 @@ def parse_signal(frames: list[bytes]) -> Signal:
   """Parses a message of a worker to the server.
 
   Raises:
-    Rejected: if it is not exactly one signal, or has a number that no worker has.
+    Rejected: if it is not exactly one signal, or a number is outside its bounds.
   """
   try:
     # ValueError for any other number of frames
@@ -366,8 +366,8 @@ def _are_addresses(text: str) -> bool:
 
 
 def parse_piece(frames: list[bytes]) -> Piece | None:
-  """The piece in a message of another worker, with read-only values in its memory; None for any other message."""
-  # ValueError for other numbers of frames, an unknown kind, or a part of a word
+  """The piece in a message of another worker, its values a read-only view of the message; None if it is no piece."""
+  # ValueError unless there are two frames, a known kind, and whole 4-byte words
   with contextlib.suppress(ValueError, struct.error):
     head, content = frames
     kind, number, sender, tag = _PIECE.unpack(head)
@@ -477,6 +477,7 @@ def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
     >>> pack_answer(ServerMessage.ABORT, number=3)
     b'\\x03{"number":3}'
   """
+  # Short JSON: runs of consecutive members (step 1), and of equal weights (step 0).
   if kind == ServerMessage.GROUP:
     content |= {name: _to_runs(content[name], step) for name, step in _RUNS.items()}
   return bytes([kind]) + json.dumps(content, separators=(",", ":")).encode()
@@ -486,7 +487,7 @@ def parse_answer(frame: bytes) -> Answer:
   """Parses a message of the server.
 
   Raises:
-    Rejected: if it is none, or a field is missing or outside its bounds.
+    Rejected: if the frame is no answer, or a field is missing or outside its bounds.
   """
   try:
     kind = ServerMessage(frame[0])
@@ -506,10 +507,12 @@ def parse_answer(frame: bytes) -> Answer:
 def _check_fields(kind: ServerMessage, content: Content) -> None:
   """Raises ValueError for a field that is missing or outside its bounds; unknown fields are allowed."""
   required = _REQUIRED.get(kind, set())
+  # round, base, digest and run: one of these fields requires all of them
   if not content.keys().isdisjoint(_LAST_ROUND):
     required = required | _LAST_ROUND
   if missing := required - content.keys():
     raise ValueError(f"{kind.name} without {', '.join(sorted(missing))}")
+  # `_FIELDS` has a function for each known field: whether a value is within bounds
   for name, value in content.items():
     if name in _FIELDS and not _FIELDS[name](value):
       raise ValueError(f"{name}={value!r:.60} in {kind.name}")
@@ -517,6 +520,7 @@ def _check_fields(kind: ServerMessage, content: Content) -> None:
 
 def _parse_group(content: Content) -> Content:
   """The fields of GROUP, with numbers in place of runs; raises ValueError where they do not fit each other."""
+  # members rise by 1 in a run, weights are equal
   members, weights = (_from_runs(content[name], step) for name, step in _RUNS.items())
   is_ascending = all(map(operator.lt, members, members[1:]))
   if (
@@ -525,6 +529,7 @@ def _parse_group(content: Content) -> Content:
     raise ValueError("members are no ascending numbers of workers")
   if len(weights) != len(members) or not all(map(math.isfinite, weights)):
     raise ValueError("each member has a weight")
+  # keys of JSON are strings
   addresses = {int(worker): address for worker, address in content["addresses"].items()}
   return content | {"members": members, "weights": weights, "addresses": addresses}
 

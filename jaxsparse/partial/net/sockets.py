@@ -106,12 +106,12 @@ class Keys(NamedTuple):
         f"{path}: other users can read the keys of the run: chmod 600 {path}",
         stacklevel=2,
       )
-    # Two empty words in place of none, which the next test refuses.
+    # For an empty file two empty words, which the next test refuses.
     public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [
       b"",
       b"",
     ]
-    # A pair of its own comes with the public key of one worker at least.
+    # `others` is empty, or the pair of a worker and at least one worker's public key.
     if {len(word) for word in words} != {40} or len(others) in (1, 2):
       raise ValueError(
         f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file"
@@ -139,9 +139,9 @@ def check_address(
   Args:
     address: tcp://HOST:PORT.
     keys: CURVE keys of the run; None for none, which only loopback allows.
-    reachable: whether others connect to this address, so that its host may not stand
-      for all interfaces (* or 0.0.0.0).
-    any_port: whether the port may be *, any free one.
+    reachable: whether others connect to this address: the host must not be * or 0.0.0.0
+      then, which mean all interfaces.
+    any_port: whether the port may be *, which means any free one.
 
   Example:
     >>> check_address("tcp://127.0.0.1:*", None)
@@ -172,7 +172,7 @@ def check_address(
 
 
 def servers(address: str | Sequence[str], keys: Keys | None) -> list[str]:
-  """The addresses of a server, and of the servers that take its place; raises ValueError as `check_address`.
+  """Checks addresses as `check_address`, and lists them: of a server, then of servers that may take its place.
 
   Example:
     >>> servers("tcp://127.0.0.1:2900", None)
@@ -187,8 +187,8 @@ def servers(address: str | Sequence[str], keys: Keys | None) -> list[str]:
 class Network:
   """Sockets that encrypt, and admit only peers with keys of the run; without keys, any peer.
 
-  Where workers have keys of their own, messages whose sender is another one than they
-  say are dropped.
+  Where workers have keys of their own, a message is dropped if it names another sender
+  than the owner of the key.
 
   Args:
     keys: of the run; None for none.
@@ -220,6 +220,7 @@ class Network:
     if keys:
       from zmq.auth.thread import ThreadAuthenticator
 
+      # public keys of clients that may connect: the workers' own, or that of the run
       admitted = keys.workers or (keys.public,)
       # pyzmq calls `callback(domain, key)` with the public key of each client
       admits = types.SimpleNamespace(callback=lambda _, key: key in admitted)
@@ -233,6 +234,7 @@ class Network:
     socket = self.context.socket(zmq.DEALER)
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys.own or self._keys[:2]
+      # ROUTERs have the pair of the run
       socket.curve_serverkey = self._keys.public
     return socket
 
@@ -263,7 +265,7 @@ class Network:
     try:
       socket.bind(address)
     except zmq.ZMQError:
-      self.close(linger=0)
+      self.close(linger=0)  # the caller's constructor fails: nobody else can close it
       raise
     self.listen(socket, handler)
     return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -332,6 +334,11 @@ class Peers:
     answered: is called with the address and the frames of every answer of another
       worker.
     lost: is called with the address when a connection is closed.
+
+  Attributes:
+    _peers: by address, a DEALER and its monitor, a socket that reports when the
+      connection breaks.
+    _sent: address and tracker of messages that ZeroMQ may not have sent yet.
   """
 
   def __init__(
@@ -345,9 +352,7 @@ class Peers:
     self._longest = longest
     self._answered = answered
     self._lost = lost
-    # by address: a DEALER, and its monitor, a socket that reports when it breaks
     self._peers = dict[str, tuple[zmq.Socket, zmq.Socket]]()
-    # address and tracker of messages that may not have been handed to the kernel yet
     self._sent: list[tuple[str, zmq.MessageTracker]] = []
 
   def send(self, address: str, piece: Piece) -> None:
@@ -358,7 +363,7 @@ class Peers:
     try:
       socket, _ = self._peers.get(address) or self._connect(address)
       message = socket.send_multipart(piece.pack(), zmq.NOBLOCK, copy=False, track=True)
-      # What ZeroMQ has not sent yet, for `sending`: a worker that leaves waits for it.
+      # Drops messages that are sent; a worker that leaves waits for the others.
       # With `track=True` there is always a tracker, though the type also allows None.
       self._sent = [
         (to, sent)
@@ -383,7 +388,7 @@ class Peers:
     monitor = socket.get_monitor_socket(
       zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
     )
-    # before `connect`, which may raise: `close` finds them then
+    # before `connect`, which may raise: then `close` finds both sockets
     self._peers[address] = socket, monitor
     self._network.listen(socket, functools.partial(self._answered, address))
     self._network.listen(monitor, lambda _: self.close(address))
@@ -397,4 +402,5 @@ class Peers:
       socket.disable_monitor()
       self._network.forget(socket)
       self._network.forget(monitor)
+    # also after `_connect` has failed to make the sockets
     self._lost(address)

@@ -20,8 +20,8 @@ def parse(content: bytes | str) -> Any:
   """The value of a JSON text.
 
   Raises:
-    ValueError: for any other text, one of more than `LONGEST` bytes, and one with more
-      than `MOST_DEPTH` brackets within each other.
+    ValueError: if the text is not JSON, is longer than `LONGEST`, or has more than
+      `MOST_DEPTH` brackets within each other.
 
   Example:
     >>> parse(b'[[1, "["]]')

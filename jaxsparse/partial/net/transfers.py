@@ -2,12 +2,13 @@
 
     FETCH ──> WAITS, once a second while others get the model first ──> MODEL, chunk by chunk
 
-In rounds a worker says which anchor it has and asks a donor for the links since then;
-where it has none, or they are as large, several donors for a slice of their anchor each.
-The values of FETCH are integers, i64, and so are the first ones of each slice:
+In rounds a worker says which anchor it has, and asks a donor for the links since then.
+If the donor has no links, or they are as large as an anchor, the worker asks several
+donors, each for a slice of its anchor. The values of FETCH are integers, i64, and so
+are the first ones of each slice:
 
-    FETCH   its round, -1 for an anchor | id of that round   | which slice | of how many
-    MODEL   digest                      | words of the whole | which slice | of how many | words
+    FETCH   rounds of its anchor, -1 to get an anchor | id of the last round | slice index | number of slices
+    MODEL   digest                                    | words of the whole   | slice index | number of slices | words
 
 A worker whose donor sends nothing for `STALLED` seconds closes the connection and asks
 again: packets may be lost for a while, or the donor has closed a connection whose end
@@ -36,7 +37,9 @@ _MOST_CHUNKS = 1 << 12  # chunks of a model or slice
 
 def split(model: Piece) -> Iterator[Piece]:
   """The chunks of a MODEL, without copies; the tag of each says how many follow."""
+  # words of a chunk: `_CHUNK`, or more so that there are at most `_MOST_CHUNKS`
   size = max(_CHUNK, -(-model.values.size // _MOST_CHUNKS))
+  # An empty model is one empty chunk.
   count = max(1, -(-model.values.size // size))
   for index in range(count):
     values = model.values[index * size : (index + 1) * size]
@@ -60,20 +63,20 @@ def requests(
   has: int,
   id_: int,
 ) -> Iterator[tuple[str, Piece]]:
-  """FETCH of a worker to each donor, with its address: for links, or after a fetch in vain for slices of the anchor.
+  """Yields the address of each donor and a FETCH: for links, or after a fetch in vain for a slice of its anchor.
 
   Args:
-    donors: their addresses, as `choose` has them.
+    donors: addresses of the donors to ask.
     in_vain: how many fetches were in vain: a donor may have no links.
-    round_: a donor answers once it has been through so many rounds.
+    round_: a donor answers once its anchor has been through so many rounds.
     worker: the number of the worker that asks.
-    has: the rounds of its own anchor, from which links lead on.
-    id_: the id of the last round of its own anchor.
+    has: how many rounds its own anchor has been through; links lead on from there.
+    id_: the id of the last of these rounds; 0 for none.
   """
   start = -1 if in_vain else has  # -1 asks for the anchor itself
   for index, donor in enumerate(donors):
     integers = np.array([start, id_, index, len(donors)], np.int64)
-    values = integers.view(np.float32)  # whose bits a piece carries
+    values = integers.view(np.float32)  # the same bytes: a piece has float32 values
     yield donor, Piece(PieceKind.FETCH, round_, worker, values)
 
 
@@ -82,6 +85,9 @@ class Assembly:
 
   Args:
     longest: words of the longest model; a longer one is forged, and is dropped.
+
+  Attributes:
+    _chunks: by address of a donor, the chunks of its last model or slice, in order.
 
   Example:
     >>> from jaxsparse.partial.net.messages import PieceKind
@@ -94,7 +100,6 @@ class Assembly:
 
   def __init__(self, longest: int):
     self._longest = longest
-    # by address of a donor: the chunks of its last model or slice, in order
     self._chunks = dict[str, list[Piece]]()
 
   def add(self, donor: str, chunk: Piece, donors: Sequence[str]) -> Piece | None:
@@ -112,6 +117,7 @@ class Assembly:
     kept = self._chunks.items()
     self._chunks = {address: chunks for address, chunks in kept if address in donors}
     chunks = self._chunks.setdefault(donor, [])
+    # Without a chunk before, `last` is the new one: there is nothing to clear.
     last = chunks[-1] if chunks else chunk
     if (last.number, last.tag) != (chunk.number, chunk.tag + 1):
       chunks.clear()
@@ -119,12 +125,13 @@ class Assembly:
     size = sum(piece.values.size for piece in chunks)
     if size > self._longest or chunk.tag >= _MOST_CHUNKS:
       chunks.clear()
+    # More chunks follow, or the model is forged and was dropped.
     if chunk.tag or not chunks:
       return None
     count = len(donors)
     if count > 1 and not _is_slice(chunks[0], donors.index(donor), count):
-      chunks.clear()  # the answer to an earlier request
-    # complete where the last chunk has the tag 0
+      chunks.clear()  # the answer to an earlier request, for another slice
+    # A slice is complete when its last chunk has the tag 0.
     slices = [self._chunks.get(address, []) for address in donors]
     if not all(pieces and pieces[-1].tag == 0 for pieces in slices):
       return None
@@ -149,13 +156,16 @@ def _is_slice(first: Piece, index: int, count: int) -> bool:
 class Transfers:
   """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
 
-  At most one of each peer waits. A server that tells a worker that it is behind tells
-  the donors at the same time that the round counts: a request that arrives before the
-  donor knows it waits a little for the anchor of that round.
+  Each peer has at most one waiting request. A server that tells a worker that it is
+  behind tells the donors at the same time that the round counts: if a request arrives
+  at a donor before that message, it waits a little for the anchor of that round.
+
+  Attributes:
+    _waiting: by peer, its request, and the time until which the request waits for the
+      anchor of a round; in the order in which the peers began to ask.
   """
 
   def __init__(self) -> None:
-    # by peer: its request, and the time until which it waits for the anchor of a round
     self._waiting: dict[Any, tuple[Piece, float]] = {}
     self._told = 0.0  # when peers were told that they wait
 
@@ -166,14 +176,14 @@ class Transfers:
   def next(self, round_: int, now: float) -> tuple[Any, Piece] | None:
     """The peer to send the model to next, and its request, which is removed; None if nobody can be answered.
 
-    To be called once the model has been sent to the peer before.
+    To be called once the model has been sent to the previous peer.
 
     Args:
       round_: the number of rounds that the model has been through; 0 in partial reduce.
       now: the time in seconds.
     """
     for peer, (request, until) in self._waiting.items():
-      # after `_PATIENCE` the peer gets the anchor that there is
+      # The model is new enough; or the peer gets the model as it is after `_PATIENCE`.
       if request.number <= round_ or now > until:
         del self._waiting[peer]
         return peer, request

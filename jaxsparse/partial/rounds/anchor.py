@@ -37,20 +37,20 @@ class Forked(ValueError):
 
 
 class OwnAnchor:
-  """What a worker has of its rounds.
+  """The anchor and the residual of a worker; it can undo the last round, and keeps last rounds for other workers.
 
   Args:
     outer: the outer step; also an attribute.
     anchor: before the first round; as an attribute after the last one that counted. In
       its outer state it has the residual of this worker; all else is equal on all
       workers.
-    worker: its number, that of no worker (−1) for a reader.
+    worker: its number; −1 for a reader, which is no worker.
 
   Attributes:
-    group: of the last round of this worker that counted.
+    group: of the last round of this worker that counted; without members before it.
     delta: θ − θ_w, f32, what this worker gives in the next round.
     delivered: the `Result` of the last round of this worker that counted.
-    returned: movement of a revoked round, to give again.
+    returned: movement of a revoked round, to give again; None: there is none.
     is_stale: whether this worker was in rounds after its state was saved, so that
       nothing of the state but its anchor is left.
     _is_restored: whether the anchor is that of a saved state, with no round since.
@@ -64,6 +64,7 @@ class OwnAnchor:
     self.outer = outer
     self.anchor = anchor
     self.group = WorkerGroup((), (), 0)
+    # a placeholder: `Exchanger.prepare` sets it before each round
     self.delta = anchor.params
     self.delivered: Result | None = None
     self.returned: optax.Params | None = None
@@ -72,9 +73,8 @@ class OwnAnchor:
     self._worker = worker
     # the anchor before the last round, and what was given in that round
     self._before: tuple[Anchor, optax.Params] | None = None
-    # Links of the chain, each the difference of a round (no members that are links), for
-    # workers that are some rounds behind: at most as many bytes as `anchor` has, and the
-    # newest.
+    # The newest rounds, for workers that are behind: together at most as many bytes as
+    # `anchor`. (Links of a chain of rounds, not members that are links.)
     self._links = collections.deque[RoundLink]()
 
   @property
@@ -88,10 +88,11 @@ class OwnAnchor:
     self._digest: int | None = None  # another anchor, another digest
 
   def restore(self, state: SavedState) -> None:
-    """Begins with what `arrays` was."""
+    """Replaces the anchor and the residual by those of a saved state, which has the entries of `arrays`."""
     saved = self.outer.unpack(np.asarray(state["anchor"]).tobytes(), self.anchor)
     # `unpack` keeps the residual of this worker, zeros before its first round.
     saved = self.outer.add_residual(saved, state["residual"])
+    # `latest`: the group of the last round of this residual
     self.anchor = saved._replace(residual_group=int(state["latest"]))
     self._is_restored = True
 
@@ -122,10 +123,10 @@ class OwnAnchor:
     return self.anchor.position
 
   def _keep(self, links: Iterable[RoundLink]) -> None:
-    """Adds links; the oldest are dropped while all together are more bytes than the anchor: they are never sent."""
+    """Adds links; drops the oldest ones while all have more bytes than the anchor, which is sent in their place."""
     self._links.extend(links)
     most = self.outer.size(self.anchor)
-    # The newest may not be packed yet, and counts next time.
+    # A link that is not packed yet has 0 bytes, and counts next time.
     while sum(link.nbytes for link in self._links) > most:
       self._links.popleft()
 
@@ -159,24 +160,26 @@ class OwnAnchor:
       ValueError: for an anchor of another model.
     """
     anchor, *_ = self._unpack(model)
-    # A donor with the same round and base may still wait to hear of round `last`.
+    # `[:2]` is round and base. A donor with the anchor of this worker may still wait to
+    # hear whether round `last` counts.
     if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
     # the lineage of this worker if round `last` counts
     after = self.anchor.lineage.after(position.last)
-    # A lineage has the ids of late rounds only: an older round, None, is taken as included.
+    # `at` is None for a round too old for the lineage, which is taken as included, and
+    # for one not reached, which the next line excludes.
     is_there = anchor.lineage.at(after.round) in (None, after.id)
     return is_there and anchor.position.round >= after.round
 
   def _unpack(self, model: Piece) -> tuple[Anchor, int, list[RoundLink]]:
-    """The anchor of a donor, with what is of this worker alone, its digest, and the links to it, if it has sent links.
+    """The donor's anchor with this worker's residual, the anchor's digest, and the links to it; [] for a whole anchor.
 
     Args:
-      model: the numbers of `model`, of which the first two are checked, and words of an
-        anchor or of links.
+      model: four i64, of which digest and number of words are checked; then the words
+        of an anchor or of links.
 
     Raises:
-      ValueError: for bytes that are none, or that do not prove to be those of the donor.
+      ValueError: for bytes of neither, or an anchor without the digest that is sent.
     """
     prefix, words = np.split(model.values.view(np.uint32), [PREFIX])
     links = list[RoundLink]()
@@ -201,7 +204,7 @@ class OwnAnchor:
   def _follow(
     self, start: Lineage, links: list[RoundLink]
   ) -> tuple[Anchor, list[RoundLink]]:
-    """The anchor of this worker after the links of the rounds that it has missed, and these links.
+    """Applies the links of the rounds that this worker has missed to its anchor; returns the result and these links.
 
     Args:
       start: lineage of the anchor from which the links lead on.
@@ -228,8 +231,8 @@ class OwnAnchor:
     Args:
       model: the anchor, or links to it, as the donor sends it.
       base: number of the group of the last round, as the server says.
-      digest: of the anchor after that round, as the server says; 0 if it does not know,
-        and below 0 if another one checks: then nothing is compared.
+      digest: of the anchor after that round, as the server says. Not compared: 0, the
+        server does not know it; −1, in a part of a worker, whose lead compares it.
 
     Returns:
       The position of this worker with the new anchor.
@@ -253,8 +256,8 @@ class OwnAnchor:
       )
     if anchor.lineage.conflicts(local.lineage):
       anchor = self._change_branch(anchor)
-    # `latest`: by worker its last round, as the run knows; `residual_group`: the last
-    # one of the residual here. If they differ, a later residual has replaced this one.
+    # The group of this worker's last round, as the run knows it, is not that of the
+    # residual here: a later residual has replaced this one.
     if anchor.residual_group != anchor.latest.get(self._worker, 0):
       anchor = self._drop_residual(anchor)
     if not links:  # a whole anchor: earlier links do not lead to it
@@ -265,7 +268,7 @@ class OwnAnchor:
     return anchor.position
 
   def _change_branch(self, anchor: Anchor) -> Anchor:
-    """`anchor` of a donor on another branch: it and this worker's anchor have each been through rounds of their own.
+    """Returns `anchor`, of a donor on another branch: both have been through rounds that the other has not.
 
     Where only the last round of this worker is not of the donor's branch, it is undone:
     its movement is given again, and `anchor` has the residual before it.
@@ -280,14 +283,16 @@ class OwnAnchor:
         f"know nothing: they have been through other rounds, and are at round {anchor.position.round}. Start this "
         "worker without a state, or all workers from states of the same branch"
       )
+    # Returns unless exactly the last round can be undone: `adopt` then drops the
+    # residual if it is outdated.
     if not self._before:
       return anchor
     before, delta = self._before
     if anchor.lineage.conflicts(before.lineage):
       return anchor
     result = self.delivered
-    # A skipped round has delivered nothing: the training loop still has its movement. A
-    # round that moved has delivered that of its fragment.
+    # The training loop no longer has the movement of the fragment that the round has
+    # delivered. A skipped round has delivered nothing.
     if result and not result.skipped:
       self.returned = fill_zeros(
         delta, self.outer.fragments.part(delta, result.fragment)
@@ -296,12 +301,12 @@ class OwnAnchor:
     return self.outer.with_residual(anchor, before)
 
   def _drop_residual(self, anchor: Anchor) -> Anchor:
-    """`anchor` without the residual of this worker, which was in other rounds after those of its own anchor.
+    """`anchor` without the residual of this worker, which is not that after its last round, as the run knows it.
 
     If it stayed, its entries could be delivered twice.
     """
     latest = anchor.latest.get(self._worker, 0)
-    # A worker that is started anew has no residual to drop: it continues without one.
+    # 0: a worker that is started anew has no residual to drop.
     if not anchor.residual_group and not self._is_restored:
       return anchor._replace(residual_group=latest)
     self.is_stale = self._is_restored
@@ -316,15 +321,16 @@ class OwnAnchor:
     return self.outer.without_residual(anchor, latest)
 
   def model(self, request: Piece) -> Piece:
-    """A slice of the anchor, or of the links of rounds that a worker has missed: none where these are as large.
+    """The answer to FETCH: a slice of the anchor, or the links of the rounds that a worker has missed.
 
-    Its first words are the digest of the anchor, the number of all words, and which
-    slice it is of how many.
+    It begins with four i64: the digest of the anchor, the number of words of all
+    slices, the index of this slice, and the number of slices. Nothing follows where the
+    links are not here or as large as the anchor: the worker then asks for the anchor.
 
     Args:
-      request: FETCH, with four i64 as its values: round of the anchor from which links
-        are to lead on, −1 for none; id of that round; which slice; of how many. Its
-        `number` is the round whose anchor is asked for.
+      request: FETCH, with four i64 as its values: the round of the worker's anchor,
+        from which links lead on, −1 to ask for the anchor; the id of that round; the
+        index of the slice; the number of slices. Its `number` is the round asked for.
     """
     # A request without these integers gets the whole anchor in one slice.
     round_, id_, index, count = -1, 0, 0, 1
@@ -333,8 +339,8 @@ class OwnAnchor:
     if not 0 <= index < count <= MOST_DONORS:
       index, count = 0, 1
     is_late = count > 1 and request.number != self.anchor.position.round
-    # Other donors send slices of the anchor of that round: one of a later anchor does
-    # not fit them.
+    # Other donors send slices of the anchor of the round asked for: a slice of a later
+    # anchor does not fit them.
     if is_late:
       words = _NO_WORDS
     elif round_ < 0:
@@ -355,7 +361,7 @@ class OwnAnchor:
   def _links_from(self, start: Lineage) -> np.ndarray:
     """u32[m], the links of all rounds after `start`, if they are here and shorter than the anchor; else no words."""
     count = self.anchor.position.round - start.round
-    # For a count below 1 the slice is wrong, but then `is_known` is false.
+    # With a count below 1 these links are wrong, but `is_known` is false.
     links = [*self._links][-count:]
     is_known = 0 < count == len(links) and self.anchor.lineage.includes(start)
     # None: not packed yet, or as many bytes as an anchor

@@ -54,9 +54,9 @@ class RoundLink:
     return cls(group.number, result.anchor.size, members, result.totals)
 
   def pack(self, most: int) -> None:
-    """Replaces the totals by `words`, packed; by None if these are `most` bytes or more, those of an anchor."""
+    """Replaces `totals` by `words`, packed; `words` stays None with `most` bytes or more, the size of an anchor."""
     packed = [packing.compress(_words_of(total)) for total in self.totals]
-    # each with its length before it, by which `_split` finds the next one
+    # Each total has its length before it, by which `_split` finds the next one.
     sized = [np.append(np.uint32(words.size), words) for words in packed]
     words = np.concatenate([np.empty(0, np.uint32), *sized])
     self.totals = ()
@@ -64,7 +64,8 @@ class RoundLink:
     self.words = words if self.nbytes < most else None
 
   def follow(self, outer: OuterStep, anchor: Anchor) -> Anchor:
-    """`anchor` after this round; what is of this worker alone stays."""
+    """`anchor` after this round, in which this worker was not: its residual stays."""
+    # The outer step was skipped, and has no totals.
     if not self.members:
       return outer.follow(anchor, self.size, self.number)[0]
     assert self.words is not None
@@ -78,7 +79,7 @@ class RoundLink:
     for words in parts:
       after = subtract(outer, after, leaves, _array_of(words, like))
     after = after.has_moved(self.members, self.number)
-    # This worker was not in the round: its residual is that of an earlier one.
+    # `has_moved` sets `residual_group` to this round, but the residual here is older.
     return after._replace(residual_group=anchor.residual_group)
 
 
@@ -97,7 +98,8 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
   """The inverse of `pack`: `start`, and the links, packed; the words come from another worker.
 
   Raises:
-    ValueError: for other words.
+    ValueError: for words that `pack` has not made; for some of them IndexError,
+      TypeError or RecursionError. The caller refuses the words then.
   """
   end = _START + int(words[1])
   round_, id_, fields = strict_json.parse(words[_START:end].tobytes())
@@ -106,6 +108,7 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
     are_whole = map(strict_json.is_whole, (group, size, length, round_, id_, *members))
     if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
       raise ValueError(f"no link: {size} members {members}")
+    # Missing words are not noticed here: the anchor then has another digest.
     packed = words[end : end + length]
     links.append(RoundLink(group, size, tuple(members), (), packed, packed.nbytes))
     end += length
@@ -119,7 +122,7 @@ def _words_of(array: np.ndarray) -> np.ndarray:
 
 
 def _array_of(words: np.ndarray, like: Any) -> np.ndarray:
-  """The array that `_words_of` made words of, and `packing.compress` made `words` of these.
+  """The array from `words`: the inverse of `_words_of` and then `packing.compress`.
 
   Args:
     words: u32[m], compressed.

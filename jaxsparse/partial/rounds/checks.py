@@ -100,24 +100,28 @@ def read_weight(weight: Any) -> int:
 
 
 def check_alike(step: Callable, outer: optax.OptState) -> Callable:
-  """An outer step, which raises ValueError when it is traced if its results would not be alike on all workers.
+  """`step` with a check: tracing it raises ValueError if a result that must be equal on all workers may differ.
 
   Residuals and other parts of the state that are a worker's own may differ.
 
   Args:
-    step: of a rank, a weight, what a worker gives, the state of the outer chain and the
-      anchor, to the next anchor, the next state, and whether the step is skipped.
-    outer: the state of the outer chain.
+    step: an outer step, (rank, weight, θ − θ_w, state of the outer chain, θ) ->
+      (θ, state of the outer chain, whether it is skipped).
+    outer: the state of the outer chain, for its structure.
   """
-  # the likely mistake for each result that is not alike, for the error
+  # for the error: the likely mistake where a result is not alike
   results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
   inputs = _specs(outer)
+  # `inputs[3]`: the spec of the outer chain's state
   outputs = _ALIKE, inputs[3], _ALIKE
   return replication.checked(step, inputs, outputs, PEERS, results)
 
 
 def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any]:
-  """An outer step in two programs, the second one alike on all workers, and the shapes of the results.
+  """Splits an outer step in two programs; returns them, and the shapes and dtypes of the step's results.
+
+  The first program sends all messages. The second one computes from their totals the
+  results that are equal on all workers.
 
   Args:
     step: as in `check_alike`.
@@ -126,20 +130,21 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
   outer = operands[3]
   checked = check_alike(step, outer)
   closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*operands)
-  # one spec for each input of the jaxpr
+  # for each input of the jaxpr: its spec, then the axes over which it varies
   specs = jax.tree.leaves(jax.tree.broadcast(_specs(outer), operands))
   varying = list(map(replication.axes_of_spec, specs))
   return replication.halve(closed, varying, PEERS), shapes
 
 
 def _specs(outer: optax.OptState) -> tuple:
-  """Partition specs of the operands of an outer step, which tell what varies between workers.
+  """Partition specs of the operands of an outer step: `_OF_WORKER` for what differs between workers, else `_ALIKE`.
 
   Args:
     outer: the state of the outer chain, the fourth operand.
   """
 
-  # The residual, `worker` and counters of a jaxsparse transform are a worker's own.
+  # Of a jaxsparse transform only `shared` has to be alike. In the order of the fields:
+  # residual, `worker`, `shared`; then carried, counters, layout.
   def spec(leaf: Any) -> Any:
     if not states.is_reduce_state(leaf):
       return _ALIKE
@@ -147,7 +152,7 @@ def _specs(outer: optax.OptState) -> tuple:
     return states.ReduceState._make((carried, _OF_WORKER, _OF_WORKER))
 
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
-  # rank, weight, what a worker gives, state, anchor
+  # rank, weight, θ − θ_w, state of the outer chain, θ
   return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)
 
 

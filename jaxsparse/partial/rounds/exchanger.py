@@ -49,7 +49,7 @@ class Exchanger(OwnAnchor):
     delivered: the `Result` of the last round of this worker that counted.
     post: gives the protocol of this worker an event.
     _run: the exchange that was begun last.
-    _sizes: of the smallest and the largest group.
+    _sizes: of the smallest and the largest group, for which steps are compiled.
     _thread: one thread, in which exchanges run, and copies to the CPU.
     _compiler: one thread, which compiles the outer step for sizes of group to come.
   """
@@ -71,8 +71,8 @@ class Exchanger(OwnAnchor):
   def begin(self, group: WorkerGroup) -> Run:
     """Starts the exchange of a group."""
     entries = sum(leaf.size for leaf in jax.tree.leaves(self.anchor.params))
-    # `room`, 4-byte words of a member's messages that may wait: more than an honest one
-    # sends ahead.
+    # `room`: 4-byte words of one member's messages that may wait, twice an index and a
+    # value of each entry: more than an honest member sends ahead.
     run = self._run = Run(
       group, self._worker, self.post, room=4 * entries + MOST_MEMBERS
     )
@@ -114,7 +114,11 @@ class Exchanger(OwnAnchor):
       self.post(error)
 
   def skip(self) -> int:
-    """Replaces the result by that of a skipped round, as another process of the worker has one; returns its digest."""
+    """Replaces the result of the round under way by one with a skipped outer step; returns the digest of its anchor.
+
+    A process skips where its part of the total is not finite. All processes of a worker
+    must have the same anchor after a round, so all skip if one does.
+    """
     run = self._run
     assert run
     assert run.result
@@ -156,8 +160,8 @@ class Exchanger(OwnAnchor):
       sizes: of the smallest group, the quorum, and of the largest, all workers.
     """
     self._sizes = sizes
-    # Number of members of the last round, 0 before the first round. Rounds that go on
-    # have as many members, or one more with this worker; the first round may have all.
+    # Number of members of the last round; 0 before the first one, which has nearly all
+    # workers. Later the next round has as many members, or one more with this worker.
     last = self.anchor.size
     for size in (last, last + 1) if last else range(sizes[1], sizes[1] - _AT_START, -1):
       self._compile(size)
@@ -183,7 +187,7 @@ class Exchanger(OwnAnchor):
     """
     # Dispatched now, before the next training step; the thread waits for the result.
     finite = _all_finite(delta)
-    # A link that has moved nothing asks as any worker does, and adds nothing.
+    # With READY, in place of LINK, the members await no movement of this link.
     has_moved = self.is_link and _any(delta)
 
     def copy() -> None:

@@ -103,7 +103,7 @@ class Follower:
   def latest(self) -> Published:
     """The newest version that can be read, by the number of its round; the same object if there is no newer one.
 
-    The given parameters, as version 0, before one is read.
+    Before a version is read it returns the given parameters, as version 0.
     """
     self.refused = []
     if time.monotonic() < self._next:
@@ -142,7 +142,7 @@ class Follower:
 
     Raises:
       ValueError: for an anchor that is refused, or workers of several processes.
-      TimeoutError: if a donor does not answer.
+      TimeoutError: if a donor does not answer in time.
     """
     position = self._replica.anchor.position
     last = server["round"]
@@ -150,6 +150,7 @@ class Follower:
     donors = [
       worker["address"] for worker in server["workers"] if worker["base"] == base
     ]
+    # `[:2]`: round and base
     if (last, base) == position[:2] or not donors:
       return
     if "," in donors[0]:
@@ -187,7 +188,7 @@ class Follower:
   def _exchange(
     self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
   ) -> Piece:
-    """Sends a request to each donor, and joins what they answer.
+    """Sends a request to each donor; returns their answers, joined, as MODEL.
 
     Args:
       donors: their addresses, in the order of their slices.
@@ -197,7 +198,7 @@ class Follower:
       TimeoutError: if one donor is lost, or all are silent for `timeout` seconds.
     """
     replica = self._replica
-    # bytes that are accepted; the assembly counts words
+    # bytes of a message that are accepted; the assembly counts words of 4 bytes
     longest = _MOST_ARRAYS * replica.outer.size(replica.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()

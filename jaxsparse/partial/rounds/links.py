@@ -11,6 +11,10 @@ result:
     leaver i       the round counts; it is not finite, or huge           nobody, with a warning
 
 So a residual belongs to one worker at any time, whatever is lost.
+
+Each `send` takes messages (words, destination, source), the last two ranks or None: it
+sends the words, and returns for each message as many words from the source. Messages
+are matched by their numbers in the round, so all members make the same calls.
 """
 
 import logging
@@ -51,8 +55,7 @@ def add_moved(
     rank: of this member.
     send: as in `PeerComm`.
   """
-  # `link` is the rank of a link among the members; all members take part in each
-  # broadcast.
+  # `link` is the rank of a link; all members take part in each broadcast.
   for link in () if result.skipped else map(group.members.index, group.links):
     leaves = outer.fragments.part(delta, result.fragment)
     values = np.asarray(flatten(leaves)[0])
@@ -85,10 +88,10 @@ def subtract(
 def broadcast(
   values: np.ndarray, root: int, rank: int, size: int, send: Send
 ) -> np.ndarray:
-  """f32[n] of the root, from arrays of that size: it sends a slice to each of P members, and each its slice to all.
+  """f32[n] of the root, at all members: the root sends a slice to each of P members, and each member its slice to all.
 
   Args:
-    values: f32[n]; that of other members than the root only has the right size.
+    values: f32[n]; at other members than the root only the size counts.
     root: rank of the root.
     rank: of this member.
     size: P.
@@ -103,10 +106,9 @@ def broadcast(
     (words, to if rank == root else None, root if rank == to else None)
     for to, words in enumerate(slices)
   ]
-  # Message `to` is the slice for member `to`; of these this member receives its own.
+  # Message `to` is the slice for member `to`: this member receives message `rank`.
   received = send(to_each)[rank]
-  # All-gather: message d goes to the member d ranks on, so that no member gets all at
-  # once.
+  # All-gather: message `step` goes `step` ranks on, so that at no time all send to one.
   by_distance = send(
     [(received, (rank + step) % size, (rank - step) % size) for step in range(size)]
   )
@@ -119,9 +121,6 @@ def pass_residuals(
   outer: OuterStep, result: Result, group: WorkerGroup, rank: int, send: Send
 ) -> Result:
   """`result` after each member that leaves has given its residual of the fragment to one that stays.
-
-  The round counts for all members or for none, and so does this: a residual belongs to
-  one worker at any time, whatever is lost.
 
   Args:
     outer: the outer step.
@@ -137,18 +136,19 @@ def pass_residuals(
   for index, leaver in enumerate(group.leaving):
     successor = group.members.index(staying[index % len(staying)])
     source = group.members.index(leaver)
-    # `send` takes words of the right size at each member; those of the leaver alone go.
+    # Of the leaver these are the words to send, of other members only the size counts.
     residual = outer.residual(anchor, result.fragment)
     destination = successor if rank == source else None
     sender = source if rank == successor else None
-    # All members call `send`, also without a message: its calls number the messages.
+    # Members with neither destination nor source also call `send`: its calls number the
+    # messages.
     (words,) = send([(residual.view(np.uint32), destination, sender)])
     if rank == source:
-      # r − r is exactly 0: no entry has two owners
+      # the leaver's residual becomes r − r, which is exactly 0
       anchor = outer.add_residual(anchor, -residual, result.fragment)
     elif rank == successor:
       received = words.view(np.float32)
-      # The residual of another worker is not trusted: NaN, also, fails the comparison.
+      # The residual of another worker is not trusted. NaN fails the comparison, too.
       leaves = jax.tree.leaves(anchor.params)
       largest = max(np.abs(leaf).max(initial=0) for leaf in leaves)
       if (np.abs(received) <= _MOST_RESIDUAL * (1 + largest)).all():

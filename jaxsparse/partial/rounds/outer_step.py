@@ -215,10 +215,10 @@ class OuterStep:
 
     Args:
       anchor: before it; what is of this worker alone stays.
-      size: as in `run`.
-      group: as in `run`.
-      totals: maps the list of their shapes and dtypes to the totals of the round; None
-        if it was skipped.
+      size: P, the number of workers in the round.
+      group: the number of the group.
+      totals: a function from the list of the totals' shapes and dtypes to the totals of
+        the round; None if it was skipped.
     """
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
@@ -236,11 +236,11 @@ class OuterStep:
     return _after(anchor, size, group, params, outer | {fragment: after}), fragment
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
-    """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
+    """`result`, of a round that began with `anchor`, as if its outer step had been skipped."""
     moved = result.anchor
     # In a round's position `base` is the number of its group.
     unmoved, fragment = self.follow(anchor, moved.size, moved.position.base)
-    # All of the state before the round, but counters: they count a skipped step.
+    # The state stays as before the round, but for counters, which count a skipped step.
     kept = select_state(jnp.bool_(True), unmoved.outer[fragment], moved.outer[fragment])
     unmoved = unmoved._replace(outer=unmoved.outer | {fragment: kept})
     return result._replace(anchor=unmoved, skipped=True, totals=())
@@ -254,7 +254,7 @@ class OuterStep:
     rank: int = 0,
     weight: float = 0.0,
   ) -> tuple:
-    """The array operands of `_step`, on the CPU; without `delta` what a worker gives has the right shapes alone.
+    """The array operands of `_step`, on the CPU; without `delta` arrays of the right shapes take its place.
 
     Args:
       fragment: number of the exchanged fragment.
@@ -264,8 +264,7 @@ class OuterStep:
       rank: of this worker in the group.
       weight: of this worker in the mean.
     """
-    # `apply` reads nothing of what a worker gives: the parameters stand for it, by
-    # their shapes.
+    # `apply` does not read `delta`: the parameters, of the same shapes, take its place.
     leaves = self.fragments.part(anchor.params if delta is None else delta, fragment)
     numbers = np.int32(rank), np.float32(weight)
     return jax.device_put((*numbers, leaves, outer[fragment], anchor.params), self._cpu)
@@ -371,9 +370,9 @@ class OuterStep:
     if self.fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
-    # The optimizer behind the collective may overflow, alike on all workers: `check_alike`
-    # proves that it uses nothing of one worker alone. `mark_total` declares the flag
-    # equal on all workers.
+    # The optimizer behind the collective may overflow, on all workers alike, since
+    # `check_alike` proves that it uses nothing of one worker alone. `mark_total`
+    # declares the flag equal on all workers.
     skipped = mark_total(
       states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,)
     )
@@ -409,7 +408,7 @@ class OuterStep:
     return first
 
   def _carry(self, anchor: Anchor, size: int) -> dict[int, optax.OptState]:
-    """The state of the outer chain, by fragment, for groups of a size: arrays that do not depend on it stay."""
+    """The state of the outer chain, by fragment, for groups of `size`; arrays whose shapes it does not change stay."""
     if size == anchor.size:
       return anchor.outer
     first = self._first(anchor.params, size)
@@ -542,8 +541,8 @@ class OuterStep:
     return anchor if size else self.with_residual(anchor, local)
 
   def with_residual(self, anchor: Anchor, local: Anchor) -> Anchor:
-    """`anchor` with what another one, `local`, has of this worker alone: residuals, and their `residual_group`."""
-    # An anchor before its first round has no state: it takes the size of the other.
+    """`anchor` with this worker's residuals and their `residual_group`, which are those of the anchor `local`."""
+    # An anchor before its first round has no state, and size 0.
     size = anchor.size or local.size
     alike = _alike(self._carry(anchor, size))
     outer = _with_alike(self._carry(local, size), alike)
@@ -607,8 +606,8 @@ def _carry_node(old: Any, new: Any) -> Any:
   # An array of the optimizer behind the collective depends on no size.
   if not states.is_reduce_state(old):
     return old
-  # What the number of workers gives another size, bounds of regions for example, begins
-  # anew.
+  # Arrays whose shapes depend on the number of workers, for example bounds of regions,
+  # begin anew.
   keep = lambda old, new: old if old.shape == new.shape else new
   structure: Any = jax.tree.structure
 
@@ -689,12 +688,14 @@ def _alike(outer: optax.OptState) -> list[jax.Array]:
 
 
 def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptState:
-  """A state of the outer chain with `arrays`, as `_alike` has them, in place of those that are the same on all."""
+  """`outer` with `arrays`, in the order of `_alike`, in place of its arrays that are the same on every worker."""
 
+  # A random key is made of its words; other arrays are what they are.
   def make(leaf: Any, words: Any) -> Any:
     make_keys = jax.random.wrap_key_data
     return make_keys(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words
 
+  # Of a `ReduceState` only `shared` is replaced; other nodes are arrays.
   def put(old: Any, shared: Any) -> Any:
     if not states.is_reduce_state(old):
       return shared

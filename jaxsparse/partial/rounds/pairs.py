@@ -41,7 +41,7 @@ class Pairs:
     return frozenset((worker, other)) in self._failures
 
   def separate(self, group: WorkerGroup, worker: int, missing: int) -> None:
-    """The round of a group has failed, since one member has missed a message of another one.
+    """Notes that a round has failed between two members: they are apart, for twice as many groups as last time.
 
     Args:
       group: of the round.
@@ -49,7 +49,7 @@ class Pairs:
       missing: the member whose message it is.
     """
     pairs = [frozenset((worker, missing))]
-    # Once a group: pairs in it that are apart were tried again, in vain.
+    # At the first failure in a group: its pairs that are apart were tried in vain, too.
     if self._tried != group.number:
       pairs += [pair for pair in self._failures if all(map(group.has, pair))]
     self._tried = group.number
@@ -60,7 +60,7 @@ class Pairs:
         self._failures[pair] = failures + 1, group.number
 
   def unite(self, group: WorkerGroup) -> None:
-    """The round of a group has counted: all pairs in it are together again."""
+    """Puts all pairs in a group together again, since its round has counted."""
     self._failures = {
       pair: failures
       for pair, failures in self._failures.items()
@@ -68,7 +68,7 @@ class Pairs:
     }
 
   def forget(self, worker: int) -> None:
-    """A worker has left."""
+    """Drops the pairs of a worker that has left."""
     self._failures = {
       pair: failures for pair, failures in self._failures.items() if worker not in pair
     }
@@ -88,7 +88,7 @@ class Pairs:
     """
     if not self._failures:
       return workers
-    # the workers that each one is apart from now, and itself if there are any
+    # by worker: the workers that it is apart from now, and itself if there are any
     unreached = {worker: set[int]() for worker in workers}
     for pair, (failures, failed_in) in self._failures.items():
       is_apart = last_group < failed_in + 2 ** min(failures, _MOST_DOUBLINGS)

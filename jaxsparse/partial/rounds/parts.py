@@ -72,7 +72,7 @@ class PartProtocol(RoundProtocol):
     self._fetched = 0
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
-    """Does what the lead tells, its own answers (FOLLOW) or the server's.
+    """Does what an answer asks for: of the server, passed on by the lead, or of the lead itself (FOLLOW, with `next`).
 
     Raises:
       PartLost: if the lead says that a part is lost.
@@ -87,7 +87,8 @@ class PartProtocol(RoundProtocol):
       case Next.SKIP:
         if run := self._run_of(content["number"]):
           self._take_result(run, self.exchange.skip())
-      # The parts have different anchors: the open request is made again, from HELLO on.
+      # The parts have different anchors: each joins again. Its request, which may have
+      # an answer already, is open again.
       case Next.AGAIN:
         if membership.state in ("joined", "fetching"):
           membership.waits = True
@@ -96,22 +97,23 @@ class PartProtocol(RoundProtocol):
       case Next.LOST:
         raise PartLost(content["reason"])
       case _:
-        # Next.GO: the loop goes on from the anchor at this position.
+        # The loop's answer: LATER, None for RESTART, the anchor's position for GO.
         answers = {Next.LATER: Next.LATER, Next.RESTART: None}
         membership.answer_loop(answers.get(next_, membership.position))
 
   def relay_signal(self, signal: Signal) -> None:
-    """Sends a signal to the lead."""
+    """Sends a signal to the lead, in place of the server."""
     self.membership.tell_server(self._mark(signal))
 
   def _mark(self, signal: Signal) -> Signal:
-    """A signal of this part, with what the lead compares between parts: the digest of a fetched anchor, or a count."""
+    """A signal of this part for the lead: under the part's number, and with what the lead compares between parts."""
     # The lead knows its parts by their numbers, as a server its workers.
     signal = signal._replace(worker=self.membership.part)
+    # DONE has the digest of the result already.
     if signal.kind == WorkerMessage.DONE:
       skips = self._run is not None and self._run.skipped
       return signal._replace(kind=WorkerMessage.SKIPPED) if skips else signal
-    # In place of the seconds that a worker tells its server.
+    # `value` is seconds for a server; the lead ignores HELLO with an older count.
     if signal.kind == WorkerMessage.HELLO:
       signal = signal._replace(value=self._welcomes)
     return signal._replace(digest=self._fetched)
@@ -198,6 +200,7 @@ class LeadProtocol(PartProtocol):
     match event:
       # The training loop of the lead goes on; the other parts wait for what it does.
       case Decision(answer):
+        # Any other answer is a position.
         choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
         self._lead(self._all - {0}, choice)
       # The server's heartbeats are for the lead alone: `Members` sends the parts their
@@ -320,7 +323,7 @@ class LeadProtocol(PartProtocol):
         self._take_bye(signal)
 
   def _take_hello(self, signal: Signal) -> None:
-    """The worker joins when all parts do: the first HELLO of a part lets the others say theirs again."""
+    """Joins at the server once all parts have sent HELLO; the first HELLO of a part lets the others join again."""
     part = signal.worker
     is_new = part not in self._joining
     self._joining[part] = signal
@@ -330,8 +333,10 @@ class LeadProtocol(PartProtocol):
       # "absent" lets them say HELLO, as if the server had dropped them
       reason = "absent: another part of this worker has to join again"
       self._tell_parts(others, ServerMessage.REJECTED, reason=reason)
-    # Parts repeat HELLO until they are welcome: then that of part 0 alone is passed on.
+    # Parts repeat HELLO until they are welcome: of the repetitions that of part 0 is
+    # passed on.
     if not others and (is_new or part == 0):
+      # What the server compares between workers, with the start values of all parts.
       first, *rest = (self._joining[part].alike for part in sorted(self._all))
       address = ",".join(self.addresses)
       signal = signal._replace(address=address, alike=first.joined(rest))
@@ -358,10 +363,14 @@ class LeadProtocol(PartProtocol):
       self._pass_to_server(done)
 
   def _agree(self, parts: set[int]) -> bool:
-    """Whether these are all parts, with one anchor; if all are there with different ones, they ask again.
+    """Whether all parts have come to a point, and have one anchor; if their anchors differ, all fetch again.
+
+    Once all are there, it empties the set, and sets `_refused`: whether the anchor that
+    they have fetched has another digest than that of the last round. `_position` is
+    `_UNEQUAL` then, which the server finds behind, and the parts fetch again.
 
     Args:
-      parts: the parts that are as far, emptied if they are all.
+      parts: the parts that have come to the point.
     """
     if parts != self._all:
       return False
@@ -370,6 +379,8 @@ class LeadProtocol(PartProtocol):
     # The server knows the digest of all parts together, so no part alone can check its
     # own: the lead does, where all have fetched the anchor of the last round.
     fetched = _digest_of(self._last_signals)
+    # A part that has not fetched the anchor has sent the digest 0. `[:2]` is round and
+    # base: the anchor is that of the last round.
     if (
       all(signal.digest for signal in self._last_signals.values())
       and self._digest_of_last not in (0, fetched)
@@ -403,8 +414,8 @@ class LeadProtocol(PartProtocol):
   @property
   def _position(self) -> RoundPosition:
     """The position of the worker: that of all parts, or `_UNEQUAL`."""
-    # Round and base must be equal. `last`, a round that may count, is left out: only some
-    # parts may have its result.
+    # Round and base must be equal. `last`, a round that may count, is left out: maybe
+    # only some parts have its result.
     positions = {signal.position for signal in self._last_signals.values()}
     if self._refused or len({position[:2] for position in positions}) > 1:
       return _UNEQUAL
@@ -412,7 +423,7 @@ class LeadProtocol(PartProtocol):
     return position._replace(last=0) if others else position
 
   def _pass_to_server(self, signal: Signal) -> None:
-    """Sends a signal of a part to the server as that of the worker."""
+    """Sends a signal of a part to the server as that of the worker; nothing after BYE."""
     if not self._has_left:
       worker = self.membership.worker
       signal = signal._replace(worker=worker, position=self._position)
@@ -423,18 +434,19 @@ class LeadProtocol(PartProtocol):
   def _pass_on(self, kind: ServerMessage, content: Content) -> None:
     """Passes an answer of the server on to all parts, without what they cannot check alone."""
     if kind == ServerMessage.WELCOME:
-      if self._joining.keys() != self._all:  # to HELLO that the lead has repeated
+      # The answer to a repeated HELLO: not all parts wait for one.
+      if self._joining.keys() != self._all:
         return
       self._joining.clear()
       self._joined += 1
     if kind == ServerMessage.GROUP:
       self._group = content["number"]
       self._results = {}
-    # ABORT or COMMIT names the group that is over.
+    # After WELCOME no group is under way; ABORT or COMMIT names the one that is over.
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
-    # The digest is that of all parts together: parts get 0, or -1 for another one than
-    # theirs.
+    # The server's digest is that of all parts together. Parts get 0, which they do not
+    # compare, or -1 where the parts have another result.
     if "digest" in content:
       self._digest_of_last = content["digest"]
       content = content | {

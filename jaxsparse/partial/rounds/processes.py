@@ -80,15 +80,15 @@ class PartEndpoint(Endpoint):
     """Every request raises `error` from now on; a lost part also ends this process soon, as JAX would wait for it."""
     super()._end_by(error)
     if isinstance(error, PartLost):
-      # JAX waits in a step, which the timer ends, or in its own exit handlers, before
-      # which this one runs.
+      # JAX waits for the lost part in a step, which the timer ends, or in its own exit
+      # handlers, before which this handler runs.
       atexit.register(rank.fail, error)
       self._end = threading.Timer(_LAST_STEP, rank.fail, [error])
       self._end.daemon = True
       self._end.start()
 
   def _from_worker(self, frames: list[bytes]) -> None:
-    """A message to the address of this process: a signal of another part, or a piece of another worker."""
+    """Handles a message to the address of this process: a signal of another part, or a piece of another worker."""
     connection, *content = frames
     if self.hear_part and not messages.parse_piece(content):
       self.hear_part(connection, content, time.monotonic())

@@ -59,10 +59,10 @@ class RoundProtocol(WorkerProtocol[Run]):
   """The protocol of one worker; answers to the training loop are the positions reached.
 
   Attributes:
-    membership: the worker's place at its server: its `state` (joining, fetching, joined
-      or ended); its `donor`, from which it fetches the anchor; whether a request of the
-      training loop `waits`; and the `position` of the anchor, with `last`, the number
-      of a group whose result it has without knowing whether that counts, 0 for none.
+    membership: the worker's place at its server: its `state` (joining, fetching,
+      joined or ended); its `donor`, from which it fetches the anchor; whether a request
+      of the training loop `waits`; and the `position` of the anchor, with `last`, the
+      number of a group whose result it has without knowing whether it counts; 0: none.
     exchange: the `Exchanger`, which has the anchor.
     servers: how many addresses of servers there are.
     grace: how long training may wait for a round.
@@ -77,8 +77,8 @@ class RoundProtocol(WorkerProtocol[Run]):
     _early: messages of a group that the server has not named yet.
     _members: the members of the last group by their addresses.
     _leaves: whether the training loop has asked for the end.
-    _visits: how often the worker has gone to another server, and `_quorum_until` when it
-      goes to the next one if this one has too few workers.
+    _visits: how often the worker has gone to another server, and `_quorum_until` when
+      it goes to the next one if this one has too few workers.
   """
 
   exchange: Exchanger  # runs the exchanges
@@ -125,7 +125,8 @@ class RoundProtocol(WorkerProtocol[Run]):
       case Done(group_number, digest) if run := self._run_of(group_number):
         self._take_result(run, digest)
       case Outgoing(member, piece) if run := self._run_of(piece.number):
-        # Other members send as much to each member, perhaps by a slow uplink.
+        # Another member sends as many bytes to each member: the timeout allows for a
+        # slow uplink.
         nbytes = piece.values.nbytes * len(run.group.members)
         membership.timeout = max(membership.timeout, nbytes / _SLOWEST)
         membership.await_peer()
@@ -135,7 +136,7 @@ class RoundProtocol(WorkerProtocol[Run]):
         super()._handle(event)
 
   def tick(self, now: float) -> None:
-    """As of each worker, which here also leaves a server with too few workers."""
+    """Repeats signals and gives up what is late, as every worker; also leaves a server with too few workers."""
     super().tick(now)
     state = self.membership.state
     is_idle = state == "joining" or (state == "joined" and not self._run)
@@ -159,6 +160,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       and self._request.kind == WorkerMessage.HELLO
       and not membership.position.round
     )
+    # The time to leave in good order is over.
     if self._leaves:
       membership.state = "ended"
     # `last` is 0: the exchange has no result yet, so its round can still fail.
@@ -169,12 +171,12 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._fail(self._run, reason, missing)
     elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
-    else:  # A server or a donor knows, also whether the round of the result counts.
+    else:  # HELLO: the server, or a donor, also tells whether an undecided round counts.
       membership.await_peer()
       membership.join_again(0)
 
   def _miss_member(self, run: Run, member: int) -> None:
-    """A member cannot be reached: it misses messages of this worker, which may have the result already."""
+    """Fails the round of a member that cannot be reached, and so misses messages of this worker."""
     membership = self.membership
     if not membership.position.last:
       address = membership.addresses[member]
@@ -184,8 +186,8 @@ class RoundProtocol(WorkerProtocol[Run]):
       membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
   def _miss_server(self) -> None:
-    """The server has been silent for too long, or has too few workers."""
-    # The next server may be silent for as long.
+    """Goes to the next server: this one has been silent for too long, or has too few workers."""
+    # The next server may be silent for `limit` seconds, too.
     self.membership.server_until = self.membership.now + self.membership.limit
     self._visits += 1
     self.switch()
@@ -194,7 +196,8 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.join_again(0)
 
   def _await_quorum(self) -> None:
-    """Sets how long it stays at a server without a quorum: workers differ, or they might never meet at one."""
+    """Sets until when it stays at a server without a quorum: workers leave at different times, to meet at one."""
+    # from 2 to 3, by the worker's number
     limits = 2 + self.membership.worker * _GOLDEN % 1
     # twice as long at the first address, where workers meet
     limits *= 1 if self._visits % self.servers else 2
@@ -211,7 +214,7 @@ class RoundProtocol(WorkerProtocol[Run]):
   # Requests of the training loop.
 
   def _begin_request(self) -> None:
-    """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
+    """Asks the donor, if there is one, or the server for what the open request needs; answers if nothing is needed."""
     membership = self.membership
     # HELLO is also the request after a round that has counted: the training loop then
     # waits for an anchor with this round.
@@ -220,25 +223,25 @@ class RoundProtocol(WorkerProtocol[Run]):
       or membership.position.round >= self._own_round
     )
     if not membership.donor and (self._run or (not self._leaves and not has_anchor)):
-      # HELLO: the server, or a donor with the last anchor, tells whether the round
-      # counts.
+      # It is open whether the round of a result counts, or the anchor lacks this
+      # worker's last round. WELCOME tells, or names a donor, whose anchor tells.
       membership.join_again(RETRY)
     elif self._leaves and not self._run:
       self._say_goodbye()
     elif membership.donor:
       membership.await_peer()
-      # The id of the last round of this worker's anchor, 0 before the first one: links
-      # lead on from that.
+      # Links lead on from the anchor's last round: its id, 0 before the first round.
       *_, id_ = 0, *self.exchange.lineage
       membership.fetch(self._last.round, id_)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
+    # a request for a round: its kind and weight
     else:
       membership.state = "joined"
       membership.tell(*self._request)
 
   def _leave(self) -> None:
-    """The training loop asks for the end, at most `timeout` seconds from now."""
+    """Leaves, as the training loop asks: at once, or once an undecided round is decided, within `timeout` seconds."""
     self._leaves = True
     self.membership.await_peer()
     # With a result it stays until it knows whether the round counts.
@@ -314,6 +317,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     # The newest anchor is still the one before the round.
     elif self._run and content["base"] == position.base:
       self._drop(self._run, "the server has not heard that all members have the result")
+    # Times `limit`: the longest silence of the server before it is taken for lost.
     most = content.get("most", 1.0)
     self.membership.enter(content["limit"], content["donor"], most)
     if self.membership.waits:
@@ -375,7 +379,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.await_peer()
 
   def _take_piece(self, piece: Piece) -> None:
-    """A message of a member: for the exchange, or kept until the server names the group, or of no use any more."""
+    """Gives a member's message to its exchange, keeps it until the server names the group, or drops it."""
     if run := self._run_of(piece.number):
       run.receive(piece)
       self.membership.await_peer()
@@ -383,7 +387,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._early.keep(piece)
 
   def _take_result(self, run: Run, digest: int | None) -> None:
-    """The exchange has ended, perhaps without a result: tells the server.
+    """Tells the server that the exchange has ended; drops it if it has no result.
 
     Args:
       run: the exchange.
@@ -406,15 +410,15 @@ class RoundProtocol(WorkerProtocol[Run]):
         membership.tell(WorkerMessage.DONE, group_number, digest=digest)
 
   def _commit(self, run: Run, content: Content) -> None:
-    """The round counts; if its result is not that of most members, this worker fetches theirs."""
+    """Adopts the result of a round that counts; undoes it, and notes a donor, if most members have another result."""
     self._settle(run, counts=True)
-    # A digest of 0: this server knows of the round from workers, and not its result.
+    # 0: this server knows of the round from workers, but not the digest of its result.
     if content["digest"] not in (0, run.digest):
       self.membership.position = self.exchange.go_back()
       self.membership.donor = content["donor"]
 
   def _drop(self, run: Run, reason: str) -> None:
-    """The round of the exchange counts for nobody."""
+    """Drops the exchange, whose round counts for nobody, and logs the reason."""
     what = f"worker {self.membership.worker}: {run.group.round} counts for nobody"
     self._log.say(reason, f"{what}: {reason}", self.membership.now)
     self._settle(run, counts=False)

@@ -164,10 +164,10 @@ class Quorum:
   def join(
     self, worker: int, position: RoundPosition, lineage: Lineage = FIRST
   ) -> WorkerGroup | None:
-    """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
+    """Adds a worker, or adds it anew, ready for nothing; returns the group whose result counts for nobody then.
 
-    The worker that has been through most rounds tells a new controller which was the
-    last one, if these include the last one of this controller.
+    Where its anchor has been through more rounds, which include the last one known
+    here, these have counted: its position becomes that of the controller.
 
     Args:
       worker: its number.
@@ -175,7 +175,8 @@ class Quorum:
       lineage: of its anchor.
 
     Returns:
-      The group under way, if the worker was a member, since it has lost its exchange.
+      The group under way, if the worker was a member, since it has lost its exchange;
+      else None.
     """
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
@@ -184,9 +185,8 @@ class Quorum:
     self._present.add(worker)
     self.over = False
     is_newer = position.round > self.position.round and lineage.includes(self.lineage)
-    # `go_back` also goes forward: the last round is that of `position`. Not while a
-    # round is under way, which began at `self.position`, and which `done` counts from
-    # there.
+    # `go_back` also goes forward. Not while a round is under way, which began at
+    # `self.position`: `done` adds it to that.
     if self.under_way is None and is_newer:
       self.go_back(position, lineage)
     return group
@@ -200,7 +200,7 @@ class Quorum:
     is_link: bool = False,
     leaves: bool = False,
   ) -> list[WorkerGroup]:
-    """A worker has something to deliver; the round that begins now, if any.
+    """Notes that a worker has something to deliver; returns the round that begins now, if any.
 
     Args:
       worker: its number.
@@ -266,25 +266,25 @@ class Quorum:
       self.pairs.choose, last_group=self._last_group, last_rounds=self._counted
     )
     chosen = choose(self._ready)
-    # If waiting for late workers does not help either, those that have not reached each
-    # other are tried again.
+    # If late workers could not complete the quorum either, workers that have not
+    # reached each other are tried again.
     too_few = len(chosen) < self.quorum and len(choose(self._expected)) < self.quorum
     return self._ready if too_few else chosen
 
   def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
-    """The last round is that of `position`: nobody has the anchor of a later one, or this controller knew of none."""
+    """Makes the round of `position` the last one, earlier or later than the last one here; no worker is ready then."""
     # `last`, a round that may count, is the worker's alone.
     self.position = position._replace(last=0)
     self.lineage = lineage
     self.digest = 0  # not known here
-    # Who was ready for the round that is given up is behind. No round waits for it: it
-    # may have said falsely that there was such a round.
+    # Ready workers have the anchor of the former position. They are not expected
+    # either: rounds would wait for workers that may have claimed that position falsely.
     for worker in self._ready:
       del self._expected[worker]
     self._ready.clear()
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
-    """A member has the result of a round, which counts if all of them have it: then the verdict, else None.
+    """Notes that a member has the result of its round; returns the verdict once all members have, before that None.
 
     Args:
       worker: its number.
@@ -294,7 +294,7 @@ class Quorum:
     self._check(worker)
     group = self._round_of(worker)
     if group is None or group.number != number:
-      return None  # it has failed for another member
+      return None  # the round has failed for another member
     self._digests[worker] = digest
     if len(self._digests) < len(group.members):
       return None
@@ -315,7 +315,7 @@ class Quorum:
     return verdict
 
   def failed(self, worker: int, number: int, missing: int = -1) -> WorkerGroup | None:
-    """A member cannot take part in a round to its end: the group, if its round has not failed before; else None.
+    """Ends a round, since a member cannot finish it; returns the group, or None if the round has failed before.
 
     Args:
       worker: its number.
@@ -327,7 +327,7 @@ class Quorum:
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
-    # Later reports count, too: the two members are not together in the next rounds.
+    # Not only the first report separates two members for the next rounds.
     if (
       failed
       and failed.number == number
@@ -341,7 +341,7 @@ class Quorum:
   def leave(
     self, worker: int, weight: int | None = None
   ) -> tuple[WorkerGroup | None, list[WorkerGroup]]:
-    """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
+    """Removes a worker that ends, or is lost with what it had trained for `weight` steps or tokens.
 
     Args:
       worker: its number.
@@ -363,7 +363,7 @@ class Quorum:
     return group, self.begin_if_all_ready()
 
   def _forget(self, worker: int) -> None:
-    """A worker is ready for nothing."""
+    """Makes a worker ready for nothing: no round waits for it."""
     self._expected.pop(worker, None)
     self._ready.pop(worker, None)
 

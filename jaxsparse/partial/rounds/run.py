@@ -99,9 +99,9 @@ class Run:
     """Sends messages of the program, and returns those received, as `PeerComm.send`.
 
     Args:
-      messages: of each u32[m] words, the ranks of its destination and of the source of
-        another one of that size; None for none. All members number them alike, by
-        which they are matched.
+      messages: (words, destination, source) each: u32[m] for the member of rank
+        `destination`, and the rank of the member that sends u32[m] here; None: nobody.
+        All members number their messages alike: equal numbers are matched.
     """
     first = self._tag + 1
     members = self.group.members

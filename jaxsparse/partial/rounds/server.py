@@ -133,14 +133,13 @@ class RoundServer:
     self._limit = members.limit
     self._log = Warnings(logging.getLogger(__name__))
     self._began = now
-    # the workers that have been connected since the last round; None where that was at
-    # another server
+    # workers connected since the last round; None: the round was at another server
     self._stayed: set[int] | None = None
     self._quorum = quorum
     quorum.paused = True
     self._resumes = now + members.limit
     self._started = False
-    # since when the next round waits for workers that fetch, and when it may do so again
+    # since when the next round waits for workers that fetch; when it may do so again
     self._awaits_since = now
     self._next_wait = now
     # when workers last asked whether a round counts that is not known here
@@ -174,8 +173,8 @@ class RoundServer:
     for worker in self.members.tick(now, alive=len(self._known)):
       self._leave(worker)
     waiting = self._quorum.waiting
-    # The worker that completed the quorum, and those ready after it. It waits for more of
-    # them until its `waits_until`.
+    # The worker that completed the quorum, and those ready after it. The first of them
+    # waits for others until its `waits_until`.
     enough = waiting[self._quorum.quorum - 1 :]
     if not enough:
       self._window.close(now)
@@ -235,6 +234,7 @@ class RoundServer:
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
     """Does what a signal asks for; raises Rejected, with the reason, for one that may not come now."""
+    # `value`: in BEAT the weight not delivered, in DONE and FAILED the group's number
     kind, worker, value = signal[:3]
     if kind == WorkerMessage.HELLO:
       self._take_hello(connection, signal)
@@ -286,13 +286,12 @@ class RoundServer:
     return [member for member in self._known.values() if member.awaited_until]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
-    """A worker asks for a round: begins one if all are ready; a worker that is behind is told so by `_call_late`."""
+    """Begins a round if all are ready with this worker; one that is behind is told so later, by `_call_late`."""
     if not signal.value <= _MOST_WEIGHT:
       raise Rejected(
         f"malformed: weight {signal.value} of worker {signal.worker}, choose 0 … {_MOST_WEIGHT}"
       )
-    # A later position than that of the quorum is not believed here: the next HELLO of the
-    # worker is checked.
+    # A position later than the quorum's is not believed: only that of HELLO is checked.
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
@@ -313,7 +312,7 @@ class RoundServer:
       member.is_late = True
 
   def _call_late(self) -> None:
-    """Workers that are behind fetch the anchor; the next round waits for those whose fetch before came too late.
+    """Tells workers that are behind to fetch the anchor; the next round waits for those that have fetched one before.
 
     Not while a round is under way, after which the anchor would be an old one. Rounds
     wait for at most four times as long as a fetch, and then go on for at least as long
@@ -343,7 +342,7 @@ class RoundServer:
         self._quorum.paused = True
 
   def _end_waits(self, members: Iterable[RoundMember] = ()) -> None:
-    """The next round waits for these no longer; rounds go on where it waits for nobody else."""
+    """Ends the wait of the next round for these workers; rounds go on if it waits for nobody else."""
     for member in members:
       member.awaited_until = 0.0
     if self._quorum.paused and self._started and not self._awaited:
@@ -383,12 +382,12 @@ class RoundServer:
 
     The worker asks the first donor for links, and all for a slice of the anchor each.
 
-    The first one is the donor of fewest others, and of equals one that has links since
-    the worker's anchor. A worker that asks again, and was not told just now, may get
-    another one than before.
+    The first donor is one that serves the fewest others, and among these one that has
+    the links since the worker's anchor. A worker that asks again after a while may get
+    another donor than before.
 
-    If there is no donor for a while, so that none comes from another server either, the
-    last round becomes that of the newest anchor.
+    If nobody has the anchor for a while, in which a donor might come from another
+    server, the last round becomes that of the newest anchor.
     """
     known = self._known
     now = self._now
@@ -416,7 +415,8 @@ class RoundServer:
       since = member.in_vain_since or now
       # the donor of which it has got nothing for too long
       was = member.donor if now > since + self._limit else None
-      # The donor asked in vain is last; before it, donors that this worker may not reach.
+      # False comes before True: the donor asked in vain is last, and before it donors
+      # that this worker may not reach.
       donors.sort(
         key=lambda donor: (
           donor == was,
@@ -433,18 +433,21 @@ class RoundServer:
       most = 1 if loads else MOST_DONORS
       chosen = [member.donor, *others][:most]
       return " ".join(known[donor].address for donor in chosen)
-    # Nobody here has the anchor. A worker that has it may come for a while, and else
-    # the run goes back to the newest anchor that is here.
+    # Nobody here has the anchor: if no worker comes with it for a while, the run goes
+    # back to the newest anchor that is here.
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self._limit:
       self._go_back_to_newest([*known.values()])
     return None
 
   def _disbelieve(self, donors: list[int]) -> bool:
-    """Whether the run goes back to the newest other anchor: few donors have not given theirs to a quorum for a while.
+    """Goes back to the newest other anchor if few donors have not given theirs to K workers for a while; whether so.
 
-    This holds for anchors of an earlier server alone: that their rounds have counted,
-    nobody but these donors says.
+    Only for a last round at an earlier server: no worker but these donors says that it
+    has counted.
+
+    Args:
+      donors: workers with the anchor of the last round.
     """
     quorum = self._quorum.quorum
     patience = _RETURN * self._limit
@@ -455,6 +458,7 @@ class RoundServer:
       and self._now > member.in_vain_since + patience
     ]
     are_outnumbered = len(donors) < quorum <= len(in_vain)
+    # `_stayed` is a set if the last round was held here: then it has counted.
     if self._stayed is not None or not are_outnumbered:
       return False
     self._disbelieved.update(donors)
@@ -467,7 +471,7 @@ class RoundServer:
     return True
 
   def _go_back_to_newest(self, members: list[RoundMember]) -> None:
-    """The last round is that of the newest anchor of these workers, on this branch if one has such an anchor."""
+    """Makes the last round that of the newest anchor of these workers, on this branch if one has such an anchor."""
     ours = self._branch
     # Tuples compare from the left: an anchor of this branch comes before a newer one.
     newest = max(
@@ -522,7 +526,7 @@ class RoundServer:
       self.members.tell_group(group)
 
   def _commit(self, verdict: Verdict) -> None:
-    """All members have the result of a round; those that are ready for it meanwhile are behind."""
+    """Tells the members that their round counts; workers that became ready meanwhile are behind."""
     self._sought = None
     known = self._known
     group = verdict.group
@@ -558,7 +562,7 @@ class RoundServer:
     self._call_late()
 
   def _abort(self, group: WorkerGroup | None, worker: int, what: str) -> None:
-    """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it.
+    """Tells the members, also one that joins again now, that the result of their round counts for nobody.
 
     Args:
       group: None for no group.
@@ -577,7 +581,7 @@ class RoundServer:
       worker=worker,
       reason=reason,
     )
-    # Those that are ready wait once more: else the first member that is ready again would
+    # Ready workers wait once more: else the first member that is ready again would
     # begin a round with them alone.
     for waiting in self._quorum.waiting:
       self._known[waiting].waits_until = self._now + self._window.least
@@ -587,7 +591,7 @@ class RoundServer:
   def _take_hello(self, connection: bytes, signal: Signal) -> None:
     """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
     worker = signal.worker
-    rounds = signal.position.round
+    rounds = signal.position.round  # how many its anchor has been through
     quorum = self._quorum
     waiting = quorum.waiting
     # Start values are compared while nobody has been in a round: later a worker takes
@@ -599,7 +603,7 @@ class RoundServer:
     branch = _Branch(signal.alike.run, Lineage(rounds, signal.alike.lineage))
     self._check_branch(worker, signal.position, branch)
     self._check_claim(signal, branch)
-    # It may join.
+    # The worker may join: the checks above have not raised.
     last = quorum.position
     group = quorum.join(worker, signal.position, branch.lineage)
     self._abort(group, worker, "has joined again")
@@ -609,8 +613,8 @@ class RoundServer:
     # A new server learns the run's number; `_check_branch` has refused another run.
     if rounds:
       self._run = branch.run
-    # Where this worker's later anchor becomes the newest one, nobody is ready any more:
-    # workers that were are told to fetch that anchor.
+    # If `join` has taken over this worker's later round, nobody is ready any more: the
+    # workers that were ready are told to fetch its anchor.
     if not quorum.waiting:
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self._known.get(worker)
@@ -620,11 +624,11 @@ class RoundServer:
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0  # its heartbeats tell what it has not delivered
-    # A worker that has come with this anchor may have no links to it.
+    # A worker that has just come may have no links to its anchor.
     if was is None:
       member.links_since = rounds
     # A worker that lost the server after its last exchange does not know whether that
-    # round counts: it does if the newest anchor comes from it.
+    # round counts: it does if it is the last round here.
     undecided = signal.position.last
     has_counted = undecided != 0 and undecided == quorum.position.base
     member.position = (
@@ -646,7 +650,8 @@ class RoundServer:
     donor = None
     if member.position != quorum.position:
       donor = self._find_donor(signal.worker)
-    # The worker may have asked at another server before: the time here counts.
+    # The worker may have asked another server before: only the time since this server
+    # began counts.
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self._now - self._began)
       member.fetches_since = self._now - fetching
@@ -664,9 +669,9 @@ class RoundServer:
   def _check_claim(self, signal: Signal, branch: _Branch) -> None:
     """Raises Rejected for a worker that says it has been through later rounds than can have counted.
 
-    A second server has rounds only of a quorum of workers that are not here, and there
-    is none for a quorum of at most half the workers. Rounds of another branch are not
-    those of others at any number: who has been through these is behind.
+    Later rounds than here can only be those of a second server, whose quorum was not
+    here meanwhile; with a quorum of at most half the workers there is no second server.
+    A worker of another branch is not refused here: it is behind.
     """
     quorum = self._quorum
     worker = signal.worker
@@ -700,7 +705,8 @@ class RoundServer:
       return
     if signal.worker < self._quorum.workers:
       self._undecided[signal.worker] = self._now
-    # Workers that ask, several times a second, are as good as there.
+    # Workers that are rejected below ask again, several times a second: they count as
+    # here.
     self._undecided = {
       worker: at
       for worker, at in self._undecided.items()
@@ -717,9 +723,9 @@ class RoundServer:
   ) -> None:
     """Raises Rejected for a worker of another branch of rounds while it is open which branch goes on.
 
-    The branch of most workers does, where they are a quorum, and else, after a while,
-    the branch of those who came first. The others are behind, or are refused if they are of another
-    run.
+    The worker's branch goes on if it has a quorum, and more workers than this server's
+    branch. Otherwise this server's branch goes on, without a quorum only after a while:
+    the worker is behind then, or is refused if it is of another run.
     """
     quorum = self._quorum
     now = self._now
@@ -734,8 +740,8 @@ class RoundServer:
     } | {worker: _Rival(since, now, branch)}
     known = {peer: member.branch for peer, member in self._known.items()}
     known |= {peer: rival.branch for peer, rival in self._rivals.items()}
-    # Workers that are here and those that ask count alike. An anchor before the fork
-    # counts for both branches.
+    # How many workers, here or asking to join, do not conflict with each side. An
+    # anchor before the fork counts for both.
     ours, theirs = (
       sum(
         not (side.conflicts(other) or other.conflicts(side)) for other in known.values()
@@ -766,7 +772,7 @@ class RoundServer:
       )
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
-    """A worker ends: a lost one with steps that it has not delivered, which `status` counts."""
+    """Removes a worker; the steps that a lost one has not delivered are counted for `status`."""
     member = self.members.forget(worker)  # None: it has never joined
     self._window.forget(worker)
     if member:

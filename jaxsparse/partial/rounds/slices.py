@@ -160,8 +160,8 @@ class _LeafSlices:
 
   def __init__(self, shape: tuple[int, ...], place: NamedSharding, parts: int):
     devices: Any = place.mesh.devices.ravel()
-    # A mesh may have its devices in any order: row j of the program is on device j, and
-    # is row `order[j]` of the slices.
+    # A mesh may have its devices in any order; slices are in that of processes. Row i
+    # of the slices is on device `by_process[i]`, and device j has row `order[j]`.
     by_process = sorted(
       range(devices.size), key=lambda index: devices[index].process_index
     )
@@ -169,8 +169,8 @@ class _LeafSlices:
     per_part = devices.size // parts  # devices of each process
     self._size = size = -(-math.prod(shape) // parts)  # entries of the slice of a part
     self._row = row = -(-size // per_part)
-    # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
-    # Explicit.
+    # A mesh of Auto axes, on which a reshape of a sharded array needs no sharding: the
+    # axes of the user's mesh may be Explicit.
     mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
     self._place = place
     self._automatic = NamedSharding(mesh, place.spec)

@@ -68,6 +68,7 @@ class Window:
     self._until = 0.0  # when it is decided anew
     self._begun = dict[int, float]()  # by worker: when its turn began
     self._turns = dict[int, collections.deque[float]]()  # by worker: seconds
+    # 1: the first turns are expected to be usual ones
     self._ratios = collections.deque([1.0], _RATIOS)
 
   @property
@@ -84,37 +85,37 @@ class Window:
     return auto if self._grace is None else self._grace
 
   def begin(self, workers: Iterable[int], now: float) -> None:
-    """A round of these workers counts."""
+    """Begins a turn of each of these workers, since a round of theirs counts; computes `usual` anew."""
     self._begun |= dict.fromkeys(workers, now)
-    # As many workers as a round takes are ready in the K-th smallest median.
+    # After the K-th smallest median as many workers as a round takes are ready.
     medians = sorted(map(statistics.median, self._turns.values()))
     if len(medians) >= self._quorum:
       self.usual = medians[self._quorum - 1]
 
   def end(self, worker: int, now: float) -> None:
-    """A worker is ready, perhaps again with the same work: keeps its turn, and the ratio to its usual one."""
+    """Ends the turn of a worker that is ready: keeps its seconds, and their ratio to the median of its turns."""
     # None: it was ready before, for a round that has failed, and has not trained since.
     if (begun := self._begun.pop(worker, None)) is None:
       return
     turns = self._turns.setdefault(worker, collections.deque(maxlen=_RECENT))
-    # compared with the turns before this one
+    # Compared with the turns before this one; a median of 0 s is replaced by 1 s.
     if turns:
       self._ratios.append((now - begun) / (statistics.median(turns) or 1.0))
     turns.append(now - begun)
 
   def forget(self, worker: int) -> None:
-    """A worker is not there any more."""
+    """Drops what is known of a worker that has left."""
     self._begun.pop(worker, None)
     self._turns.pop(worker, None)
 
   def close(self, now: float) -> None:
-    """A round begins, or fewer workers than enough are ready."""
+    """Closes the window, as a round begins or fewer workers than enough are ready; keeps how long it was open."""
     if self._opened is not None:
       self.seconds = now - self._opened
       self._opened = None
 
   def is_over(self, ready: int, away: Iterable[int], now: float) -> bool:
-    """Whether so many workers, which are enough, wait no longer for those that are away.
+    """Whether the workers that are ready, which are enough, wait no longer for those that are away.
 
     Args:
       ready: how many workers are ready.
@@ -124,15 +125,15 @@ class Window:
     # The first call since `close`: the window opens.
     if self._opened is None:
       self._opened = self._until = now
-    # A given window is over with the `waits_until` of the worker that opened it.
-    # A window of "auto" is chosen anew at its end: some workers have come, others not.
+    # A given window is over here at once: the server also awaits `waits_until` of the
+    # worker that opened it. One of "auto" is chosen anew when it ends: some have come.
     if now >= self._until and self._grace is None:
       end = self._opened + _LATE * self.usual
       self._until = min(now + self.choose(ready, away, now), end)
     return now >= self._until
 
   def choose(self, ready: int, away: Iterable[int], now: float) -> float:
-    """The seconds from now for which it costs least that so many workers wait for those that are away.
+    """Seconds from now for which the window is to be open at the least cost; 0 if no worker is expected.
 
     Args:
       ready: how many workers are ready.
@@ -142,7 +143,7 @@ class Window:
     known = sorted(self._begun.keys() & self._turns.keys() & {*away})
     if not known:
       return 0.0
-    # f64[workers, levels], seconds from now at which each worker is expected; all levels
+    # f64[workers, levels]: seconds from now until each worker is expected; all levels
     # are equally probable.
     ratios = np.quantile(self._ratios, _LEVELS)
     rows = [
@@ -161,8 +162,8 @@ class Window:
     order = np.argsort(times, kind="stable")
     times = times[order]
     workers = np.append(float(ready), parts)[order]
-    # The cost of an end of the window at each time: seconds for which those that have
-    # come wait, and the work of the others, which is late.
+    # The cost of an end at each time w: Σ (w − t_i) over the workers that have come by
+    # then, and C, that is `_LATE * usual`, for each of the others.
     come = np.cumsum(workers)
     waiting = times * come - np.cumsum(times * workers)
     late = _LATE * self.usual * (come[-1] - come)

@@ -11,7 +11,7 @@ a worker w has:
     _moved         f32 leaves: base − θ_w when training last went on from an anchor
     _undelivered   i64[F, 2]: for each fragment Σ weight of the steps since its movement
                    was delivered last, and the number of these steps
-    _trained       `_undelivered`, of the steps whose movement `_moved` has
+    _trained       i64[F, 2]: the part of `_undelivered` whose movement `_moved` has
     _recent_weight the weight of this worker in its rounds, a running mean; 0 before the first
     _since         the steps since training last went on from an anchor
     _turn          H // F, the steps from the round of one fragment to that of the next
@@ -73,9 +73,9 @@ class Rounds:
       Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
   A worker that leaves for good hands its residual over to another one, in its last
-  round; that of a lost worker is lost. The exchange runs on the CPU in the background. With a delay of τ
-  steps it begins τ steps before it is applied, and takes no time from training. What a
-  worker moves meanwhile goes into the next round.
+  round; the residual of a lost worker is lost. The exchange runs on the CPU in the
+  background. With a delay of τ steps it begins τ steps before it is applied, and takes
+  no time from training. What a worker moves meanwhile goes into the next round.
 
   Args:
     address: of the server, or a list, the same for all workers: where a server is
@@ -87,8 +87,8 @@ class Rounds:
       arrays where a worker is several processes that `jax.distributed` joins. They all
       make `Rounds`, and call its methods and `state` together.
     outer: makes the outer chain for the `js.Comm` of a round, which begins with any
-      transform but A2SGD's and `js.ef21`: `lambda comm: optax.chain(js.onebit_transform(comm),
-      optax.sgd(1.0))`.
+      transform but A2SGD's and `js.ef21`: `lambda comm:
+      optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
     fragments, delay: F and τ, as in `js.local_steps`.
     mixing: α, as in `js.local_steps`, whose default with a delay is 0: a worker then
@@ -96,12 +96,12 @@ class Rounds:
     apply_residual: whether the parameters of a worker include what it has given and no
       round has delivered, as in `js.local_steps`: θ_w ← θ − r_w / weight_w after a
       round. Signs then converge faster. Not with `mixing`.
-    link: whether this is no worker but a link, which brings to its group what others
-      have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is, in
-      float32. Its steps have no weight.
+    link: whether this is a link, which does not train, but brings to its group what
+      others have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is,
+      in float32. Its steps have no weight.
     wait: every H steps, wait up to so many seconds for the round to end; a late round
-      is applied after a later step. By default the `grace` of the server, or with "auto"
-      what H steps take less than 2 s.
+      is applied after a later step. By default the `grace` of the server; with "auto"
+      2 s less what H steps take, at least 0.
     bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of a
       worker that the server has; more where messages to all members of a round take
@@ -115,16 +115,16 @@ class Rounds:
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
     round: the number of rounds that the anchor has been through.
-    group: the `WorkerGroup` of the last round of this worker: `members`, their `weights`, and
-      its `iteration`, from 0. A change of members tells a loop to share out its data
-      anew.
+    group: the `WorkerGroup` of the last round of this worker: `members`, their
+      `weights`, and its `iteration`, from 0. A change of members tells a loop to share
+      out its data anew.
 
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys
       without them, a number that a living worker has, parameters or a state that are
-      not finite, a state of another number or run, of rounds that the others know
-      nothing of and have had others instead, or one that has changed, or leaves,
-      values at the start, `fragments` or an outer chain unlike those of other workers.
+      not finite; a state that was saved by another number or run, in rounds that the
+      others have not had, or that has changed since; leaves, values at the start,
+      `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
     RuntimeError: if another process of this worker is lost.
 
@@ -210,7 +210,7 @@ class Rounds:
     link: bool,
     state: SavedState | None,
   ) -> Alike:
-    """Makes the exchanger with the anchor of a saved state, or of `params`; returns what all workers need alike.
+    """Makes the exchanger with the anchor of a saved state, or of `params`; returns what must be equal on all workers.
 
     Args:
       params: of the worker, in their own dtypes.
@@ -288,7 +288,7 @@ class Rounds:
       "trained": np.zeros((fragments, 2), int),
       "share": 0.0,
     }
-    share = float(state["share"])
+    share = float(state["share"])  # `_recent_weight` when it was saved
     base = self._make_base(share)
     moved = self._place.to_device(unflatten(state["moved"]))
     self.params = self._go_on(base, moved, np.array(state["trained"]), share)
@@ -377,8 +377,8 @@ class Rounds:
     # Each row, of a fragment, gets the weight and one step: all fragments are trained.
     added = 0 if self._exchanger.is_link else weight, 1
     self._undelivered = np.add(self._undelivered, added)
-    # What the server counts as lost with this worker: the sum of the fragment that was
-    # delivered longest ago has all steps that are not wholly delivered.
+    # What the server counts as lost with this worker: the steps that are not wholly
+    # delivered. The fragment delivered longest ago has all of them, the largest sum.
     self._protocol.undelivered = int(self._undelivered[:, 0].max())
     # The round is due at the end of a turn of H / F steps, and its exchange begins τ
     # steps before.
@@ -387,7 +387,7 @@ class Rounds:
     if self._since < self._turn:
       return params
     wait = self._protocol.grace if self._wait is None else self._wait
-    # Training waits for a round at the end of a turn; between turns it only looks.
+    # Training waits for a round at the end of a turn; at other steps it only looks.
     # `_finish` also replaces parameters in which `_begin` has found NaN or Inf.
     return self._finish(params, 0 if self._since % self._turn else wait)
 
@@ -419,7 +419,7 @@ class Rounds:
     )
 
   def _deliver(self, params: optax.Params) -> optax.Params:
-    """The parameters after a last round of each fragment, or when there was no time for one."""
+    """Takes part in a last round of each fragment; returns the parameters then, or once the time is over."""
     self._exchanger.is_final = True
     # A round for each fragment, and before them the one that is under way.
     for _ in range(len(self._undelivered) + (self._flight is not None)):
@@ -441,7 +441,7 @@ class Rounds:
     delta, trained, before = self._flight
     self._trained = trained if params is None else self._undelivered
     params = self._make_params(self._base, delta) if params is None else params
-    # Another result than before the exchange is its own: the round has counted.
+    # `delivered` is not the result from before the exchange: its round has counted.
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
@@ -471,7 +471,8 @@ class Rounds:
     """Begins the exchange of what was moved: asks for a round, or for the anchor where `params` are not finite."""
     delta = moving.movement(self._base, self._moved, params)
     flight = delta, self._undelivered, self._exchanger.delivered
-    # Round r exchanges fragment r mod F: the steps since its last round.
+    # Round r exchanges fragment r mod F. The request has the mean weight of its steps
+    # since its last round, as an integer with `_FRACTION` fractional bits.
     weight, steps = self._undelivered[
       self._exchanger.anchor.position.round % len(self._undelivered)
     ].tolist()
@@ -529,8 +530,8 @@ class Rounds:
     delta, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._worker)]
-    # The residual, in the unit of weight · (θ − θ_w), is from rounds in which the
-    # weights of this worker differed: a running mean takes their place.
+    # The residual, in the unit of weight · (θ − θ_w), is from rounds with different
+    # weights of this worker: it is divided by their running mean.
     recent = ((self._recent_weight or weight) + weight) / 2
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
@@ -545,7 +546,7 @@ class Rounds:
       )
       moved = jax.tree.map(choose, self._of_fragment, moved, delta, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
-    # Movement that was delivered by a round that was revoked later is given again.
+    # The movement that a round has delivered, which was revoked later, is given again.
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
     self._skips.add(result.skipped)

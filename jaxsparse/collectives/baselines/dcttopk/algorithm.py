@@ -83,8 +83,9 @@ class DctTopk(ChunkTopk):
     chosen = tiling.largest(grads, state.residual, length, k_chunk)
     # coefficients as entries of f32[n]: Σ_w sent_w, and sent_w of this worker
     total, sent, _, counters = self.exchange(comm, chosen, n)
-    # At least the magnitude of each entry of the total, a sum over at most `chunk`
-    # coefficients, each times two scaled cosines below 2: Inf or NaN where an entry is.
+    # An entry of the total is a sum of at most `chunk` coefficients, each times two
+    # scaled cosines below 2. So no magnitude exceeds `bound`, which is Inf or NaN if an
+    # entry is.
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
     # total = Cᵀ Σ_w sent_w, computed where the step ends
     coefficients = Coefficients(tiling, grads, total, sent, bound)
@@ -126,7 +127,8 @@ class Coefficients(NamedTuple):
     """The total and the residual, as `Formula.finish` returns them.
 
     Args:
-      values: what the property `values` returns; for the mean both are divided by P.
+      values: (bound, factor) of the property `values`; both divided by P for the mean.
+        The total is multiplied by the factor.
       finite: bool[], false in a step that all workers skip.
       residual: f32[n], before the step.
       decay: the factor of the next residual.
@@ -139,7 +141,7 @@ class Coefficients(NamedTuple):
       inverse = lambda entries: tiling.entries(
         sparse.put(jnp.zeros_like(residual), entries.indices, entries.values)
       )
-      # the transform is linear, so that what was not sent is the same in both bases
+      # The transform is linear: subtract Cᵀ sent_w in the basis of the gradient.
       rest = decay * (self.grads + residual - inverse(self.sent))
       update = jnp.where(finite, factor * inverse(self.total), 0.0)
       return update, jnp.where(finite, rest, residual)
@@ -149,17 +151,18 @@ class Coefficients(NamedTuple):
       entries: jax.Array,
       at: jax.Array,
     ) -> jax.Array:
-      """The next residual at flat indices `at`, where `entries` are Cᵀ sent_w; `old` still has the residual there."""
+      """The next residual at flat indices `at`; `entries` are Cᵀ sent_w there, `old` has the residual there."""
       before = old[at]
       return jnp.where(finite, decay * (self.grads[at] + before - entries), before)
 
     def in_place() -> tuple[jax.Array, jax.Array]:
       after = tiling.put_entries(residual, self.sent, keep)
-      # The update takes the buffer of the gradient, once `keep` has read it.
+      # The barrier lets the update reuse the gradient's buffer once `keep` has read it.
       grads, after = jax.lax.optimization_barrier((self.grads, after))
+      # (x, entries, at): the update is made of `entries` alone
       new = lambda _, entries, __: jnp.where(finite, factor * entries, 0.0)
       return tiling.put_entries(grads, self.total, new), after
 
-    # In place an update takes 4.3 times the CPU time. At once one compiled for an H100
-    # moves 1.2 times the bytes, and stores 5.3 arrays of n in place of 0.4.
+    # On a CPU an update by `in_place` takes 4.3 times as long. On an H100 one by
+    # `at_once` moves 1.2 times the bytes, and stores 5.3 arrays f32[n], not 0.4.
     return _compat.by_platform(gpu=in_place, default=at_once)()

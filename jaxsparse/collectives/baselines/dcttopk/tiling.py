@@ -76,7 +76,7 @@ class Tiling(NamedTuple):
   side: int
 
   def coefficients(self, flat: jax.Array) -> jax.Array:
-    """The coefficients, f32[n], of f32[n] entries."""
+    """The coefficients, f32[n], of the f32[n] entries `flat`."""
     leaves = flatten.parts(flat, list(map(math.prod, self.shapes)))
     leaves = [
       leaf.reshape(_matrix_shape(shape))
@@ -89,13 +89,13 @@ class Tiling(NamedTuple):
       tiles = jnp.concatenate(
         [_cut(leaves[region.leaf][region.slices], region) for region in group.regions]
       )
-      # Tiles of one size are transformed together, whatever leaf they are of; `cosines`
-      # are C_h and C_w.
+      # Tiles of one size, of all leaves, are transformed together; `cosines` are C_h
+      # and C_w.
       parts.append(_transform(tiles, *group.cosines).reshape(-1))
     return jnp.concatenate(parts)
 
   def entries(self, coefficients: jax.Array) -> jax.Array:
-    """The entries of f32[n] coefficients: the inverse."""
+    """The entries, f32[n], of f32[n] coefficients: the inverse of `coefficients`."""
     leaves = [
       jnp.zeros(_matrix_shape(shape), coefficients.dtype) for shape in self.shapes
     ]
@@ -123,10 +123,10 @@ class Tiling(NamedTuple):
     """
 
     def by_pieces(*parts: jax.Array) -> Sparse:
-      """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
+      """Selects from the largest tiles in pieces of about n/32 coefficients, in turn; then from all that remains."""
       groups = self._groups()
-      # Chunks of a piece, and full tiles of a piece: 0, so that there are no pieces, if
-      # a chunk does not consist of whole tiles.
+      # A piece is `rows` chunks, or `per_piece` tiles of groups[0], the largest ones.
+      # If a chunk does not consist of whole tiles, there are no pieces.
       rows = max(1, self.size // _GPU_PIECES // length)
       per_piece = 0 if length % groups[0].area else rows * length // groups[0].area
       pieces = groups[0].tiles // per_piece if per_piece else 0
@@ -141,7 +141,7 @@ class Tiling(NamedTuple):
       if pieces:
         by_piece = jax.lax.map(select_piece, iota(pieces))
         largest.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
-      # the first tile of each group that is in no piece
+      # for each group, the number of its first tile that is in no piece
       firsts = [pieces * per_piece] + [0] * (len(groups) - 1)
       rest = [
         coefficients(group, jnp.arange(first, group.tiles, dtype=jnp.int32))
@@ -149,25 +149,25 @@ class Tiling(NamedTuple):
         if first < group.tiles
       ]
       if rest:
-        # shorter tiles follow the rest of the largest ones, in the same chunks
+        # Remaining largest tiles, then shorter ones: a chunk may have both.
         largest.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
       return sparse.concatenate(largest)
 
     at_once = lambda *parts: top_k_of_chunks(
       LazySum((self.coefficients(parts[0] + parts[1]),)), length, k
     )
-    # By pieces an update takes 4.5 times the CPU time. At once one compiled for an H100
-    # moves 1.4 times the bytes, and stores 1.4 arrays of n in place of 0.4.
+    # On a CPU an update by `by_pieces` takes 4.5 times as long. On an H100 one by
+    # `at_once` moves 1.4 times the bytes, and stores 1.4 arrays f32[n], not 0.4.
     return _compat.by_platform(gpu=by_pieces, default=at_once)(grads, residual)
 
   def _coefficients_of(
     self, parts: tuple[jax.Array, ...], group: "_Group", tiles: jax.Array
   ) -> jax.Array:
-    """The coefficients of some tiles, numbers i32[t] in a group, of the sum of `parts`, f32[n] each; f32[t · area]."""
-    # Tiles are read where they are in the leaves, none is copied before.
+    """The coefficients, f32[t · area], of the tiles i32[t] of a group, in the sum of the f32[n] `parts`."""
+    # The leaves are not cut into tiles before: that would copy them.
     at = self._positions(group, tiles)
     entries = functools.reduce(jnp.add, [term[at] for term in parts])
-    # Behind barriers a GPU stores tiles, and does not compute them for each use.
+    # Barriers make a GPU store the tiles, which it would compute again for each use.
     entries = jax.lax.optimization_barrier(entries)
     transformed = _transform_at_once(entries, *group.cosines)
     return jax.lax.optimization_barrier(transformed).reshape(-1)
@@ -175,13 +175,13 @@ class Tiling(NamedTuple):
   def put_entries(
     self, x: jax.Array, coefficients: Sparse, new: Callable[..., jax.Array]
   ) -> jax.Array:
-    """`x` with `new(x, entries, at)` in place of all its entries, piece by piece.
+    """`x` with every entry replaced by that of `new(x, entries, at)`, piece by piece.
 
     Args:
       x: f32[n].
-      coefficients: sparse coefficients; `entries` are their inverse transform.
-      new: of `x` as it is so far, and of the f32[tiles, height, width] `entries` and
-        their flat indices `at`; returns f32 like `entries`.
+      coefficients: sparse coefficients, whose inverse transform are the `entries`.
+      new: computes a piece, f32[tiles, height, width], from `x` as replaced so far, the
+        `entries` of the piece, in the same shape, and their flat indices `at`.
     """
     for group in self._groups():
       # Pieces bound what is in memory at once: a 32nd of the vector.
@@ -191,18 +191,18 @@ class Tiling(NamedTuple):
         piece: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles
       ) -> jax.Array:
         tile_numbers = piece * tiles + iota(tiles)
-        # the coefficients of these tiles alone, in their slots
+        # index of each coefficient in this piece; `size`, which `put` drops, elsewhere
         slots = coefficients.indices - (group.start + piece * (tiles * group.area))
         size = tiles * group.area
         slots = jnp.where((slots >= 0) & (slots < size), slots, size)
         dense = sparse.put(jnp.zeros(size, jnp.float32), slots, coefficients.values)
         left, right = group.cosines
-        # Tiles beyond the last one are at n, which `put` drops.
+        # The last piece may reach beyond the last tile: index n, which `put` drops.
         at = self._positions(group, tile_numbers)
         coefficient_tiles = dense.reshape(-1, group.height, group.width)
         entries = _transform_at_once(coefficient_tiles, left.T, right.T)
-        # Behind barriers, so that a GPU stores what it computes of the tiles, and
-        # neither computes it for each use nor copies x.
+        # Barriers make a GPU store the tiles: it would compute them again for each use,
+        # and copy x.
         values = new(x, jax.lax.optimization_barrier(entries), at)
         return sparse.put(x, at, jax.lax.optimization_barrier(values))
 
@@ -306,13 +306,13 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _split_axis(length: int, side: int) -> list[tuple[slice, int, int]]:
-  """(indices, length of a tile, number of tiles) of each part of an axis: the tiles of `side`, and one of the rest."""
+  """(indices, length of a tile, number of tiles) of each part of an axis: tiles of `side`, and one shorter tile."""
   count, rest = divmod(length, side)
   parts = [
     (slice(0, length - rest), side, count),
     (slice(length - rest, length), rest, 1),
   ]
-  # no part where the side divides the axis, or is longer than it
+  # No shorter tile if `side` divides the axis, no tile of `side` in a shorter axis.
   return [part for part in parts if part[0].stop > part[0].start]
 
 
@@ -356,7 +356,7 @@ def _transform(
 ) -> jax.Array:
   """`left · tile · rightᵀ` of each tile, f32[tiles, height, width], in place.
 
-  A 16th of the tiles at a time, so that their terms stay in the cache of a CPU.
+  A 16th of the tiles at a time, so that their products stay in the cache of a CPU.
   """
   count = len(tiles) // _CPU_PIECES
 
