@@ -34,15 +34,15 @@ class Evidence(NamedTuple):
     optimizer: its name, rate and options, "window_adam:0.001:window=4".
     task: what was trained, in words.
     workers: number of workers P.
-    steps: mean over the seeds of the steps to dense's loss / those of dense; None if a
-      seed did not reach it.
-    deviation: standard deviation of these; None likewise.
-    seeds: their number.
-    gap: percent of its held-out loss above that of dense after as many steps, both with
-      the best of the same multiples of a rate, mean over the seeds; None if not known.
-    gap_error: standard error of that mean.
-    gap_untuned: the same gap at the rate that is best for dense.
-    bits: bits a parameter and step that a worker sends; None if not known.
+    steps: the method's steps to dense's loss / dense's own steps, mean over the seeds;
+      None if a seed never reached dense's loss.
+    deviation: standard deviation of this ratio over the seeds; None if `steps` is None.
+    seeds: number of seeds.
+    gap: percent by which the held-out loss is above dense's after as many steps, mean
+      over the seeds, the method and dense each at its best rate; None if not known.
+    gap_error: standard error of the mean gap.
+    gap_untuned: the gap at the rate that is best for dense.
+    bits: bits per parameter and step that a worker sends; None if not known.
     own_data: whether the data of the workers differ in kind.
   """
 
@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
   own_data: bool = False
 
   def __str__(self) -> str:
-    # Steps, and with them the deviation, are None if dense's loss was not reached.
+    # `steps` and `deviation` are None if a seed never reached dense's loss.
     reached = (
       f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
       if self.steps
@@ -85,7 +85,7 @@ def evidence(
     A row for each method and task, an `Evidence`.
 
   Raises:
-    ValueError: for an optimizer without evidence, with those that have some.
+    ValueError: for an optimizer without evidence; the message lists the known ones.
 
   Example:
     >>> import jaxsparse as js
@@ -96,7 +96,7 @@ def evidence(
   """
   rows = [Evidence(**row) for row in json.loads(_EVIDENCE_FILE.read_text())]
   names = [row.optimizer.split(":")[0] for row in rows]
-  # "adam" takes rows of window_adam, too: it is a word of that name. None takes all.
+  # "adam" selects window_adam, too, since it is one word of that name.
   rows_of_optimizer = [
     row
     for row, name in zip(rows, names, strict=True)
@@ -105,7 +105,7 @@ def evidence(
   if not rows_of_optimizer:
     known = ", ".join(dict.fromkeys(names))
     raise ValueError(
-      f"evidence: no training with optimizer={optimizer!r}, choose one of {known}, or None for all"
+      f"evidence: no training with optimizer={optimizer!r}, own_data={own_data}, choose one of {known}, or None for all"
     )
   return rows_of_optimizer
 
@@ -183,10 +183,10 @@ class Advice(NamedTuple):
   Attributes:
     predictions: the fastest first; with evidence the one that reaches dense's loss
       first.
-    why: one sentence that compares it with the fastest dense one, and names the
-      evidence.
-    scaling: one sentence if arithmetic was timed with over 4 times as many entries, or
-      as few; else "".
+    why: one sentence that compares the best prediction with dense, or dense, if it is
+      the best, with the best other one, and names the evidence.
+    scaling: a warning if arithmetic was timed with over 4 times as many entries as a
+      device has, or with less than a quarter of them; else "".
   """
 
   predictions: list[Prediction]
@@ -247,25 +247,25 @@ def advise(
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
-  seconds = overhead + arithmetic · n + α · messages + β · bytes; an algorithm that uses the
-  platform's all-reduce has the α and β of that, the latter times its slowdown, and so
-  have the messages of agreements, by which workers agree on a few numbers. Where a
-  worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what
-  is replicated there, by the shardings of `params`; a number n stands for sharded
+  seconds = overhead + arithmetic · n + α · messages + β · bytes. An algorithm that uses
+  the platform's all-reduce has the all-reduce's α and β, β times the algorithm's
+  slowdown. Messages by which workers agree on a few numbers cost the all-reduce's α.
+  Where a worker has S devices, each has ⌈n/S⌉ entries, and gathers the leaves that are
+  replicated inside a worker by the shardings of `params`; a number n stands for sharded
   parameters. With local steps only every H-th step has an update, and seconds and words
-  per step are 1/H of it. Accuracy is not considered: a lower density, or more local
-  steps, are always faster. `print` says so, and how far predictions in our lab were
-  off.
+  per step are 1/H of the update's. Accuracy is not considered: a lower density, or more
+  local steps, are always faster. `print` says so, and how far predictions in our lab
+  were off.
 
-  With evidence, from trainings, the order is that of the seconds to the loss that dense
-  has after one step, steps · (compute + seconds per step), where steps are those of the
-  method over those of dense; dense is before what is sooner by no more than the
-  standard deviation. Methods are then dense and those of the evidence; of several
-  trainings of one method the one that took most steps counts. Rows with a `gap` and no
-  steps say whether a method holds: its loss is within 2 % of dense's on at least four
-  of five tasks; tasks whose standard error leaves this open do not count. A method that
-  holds, and has no row with steps, is taken to need dense's steps; one that does not
-  hold never reaches dense's loss.
+  With evidence, from trainings, only dense and the methods of the evidence are
+  compared. They are sorted by the seconds to the loss that dense has after one step:
+  steps · (compute + seconds per step), where `steps` are the method's steps over
+  dense's. A method is before dense only if it is faster with one standard deviation of
+  steps more. Of several trainings of one method the one that took most steps counts.
+  Rows with a `gap` and no steps say whether a method holds: its loss is within 2 % of
+  dense's on at least four of five tasks; tasks whose standard error leaves this open do
+  not count. A method that holds, and has no row with steps, is taken to need dense's
+  steps; a method that does not hold never reaches dense's loss.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which
@@ -278,16 +278,15 @@ def advise(
     compute: seconds of the rest of your step, forward and backward; with evidence.
 
   Returns:
-    `predictions`, the best first, which is also `best`, and `why`, a sentence; `print`
-    it for a table. A prediction has the `label`, `name` and `config` of an algorithm,
-    `every` (H), `seconds` per step, and of an update `messages`, `words`, and the
-    seconds of `arithmetic`, `wire` and `inside`; `to_loss` and `evidence`, where there
-    is some.
+    An `Advice`; `print` it for a table. `predictions` has the best first, which is also
+    `best`. A prediction has the `label`, `name` and `config` of an algorithm, `every`
+    (H), `seconds` per step, and of an update `messages`, `words`, and the seconds of
+    `arithmetic`, `wire` and `inside`; with evidence also `to_loss` and `evidence`.
 
   Raises:
-    ValueError: for a profile without any algorithm, or without any of the evidence, no
-      parameters, an H that is no whole number from 1 up, an empty `every`, negative
-      seconds, or evidence that is none.
+    ValueError: for a profile without algorithms, or without any collective of the
+      evidence; no parameters; an empty `every`, or an H that is no whole number from 1
+      up; negative seconds; or malformed evidence.
 
   Example:
     >>> import jaxsparse as js
@@ -317,7 +316,7 @@ def advise(
   for steps in every:
     check_whole("advise", 1, every=steps)
   # A number n leaves out collectives whose words depend on the shapes of leaves. If it
-  # leaves out all, `_predict` raises for the first one, and says why.
+  # leaves out all, `_predict` raises for the first label, and says why.
   labels = [
     label for label in profile.algorithms if not lacks_shapes(label, params)
   ] or profile.algorithms
@@ -328,8 +327,8 @@ def advise(
   predictions_of_methods = (
     _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   )
-  # Seconds of the fastest dense update: with evidence, dense alone has none of its own.
-  # Inf without evidence, or without dense in the profile: `to_loss` alone then orders.
+  # `to_loss` of the fastest dense prediction: where evidence is given, dense is what
+  # has none. Inf without evidence or without dense: `to_loss` alone orders then.
   dense = min(
     (
       prediction.to_loss
@@ -338,11 +337,12 @@ def advise(
     ),
     default=math.inf,
   )
-  # A method is before dense only if it is still sooner with the deviation of its steps.
+  # `latest` is `to_loss` with one standard deviation of the steps more. A method that
+  # is faster than dense by less than that gets dense's seconds here.
   sure = lambda prediction: (
     prediction.to_loss if prediction.latest < dense else max(prediction.to_loss, dense)
   )
-  # Dense is before a method with the same seconds.
+  # At equal seconds dense, which has no evidence, is first.
   predictions = sorted(
     predictions_of_methods,
     key=lambda prediction: (
@@ -370,7 +370,8 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
     A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
 
   Raises:
-    ValueError: if the profile has no such collective, naming those that it has.
+    ValueError: if the profile has no such collective, or if the words of the collective
+      depend on the shapes of leaves.
 
   Example:
     >>> import jaxsparse as js
@@ -406,7 +407,7 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
 def _with_evidence(
   updates: list[Prediction], evidence: Sequence[Evidence]
 ) -> list[Prediction]:
-  """Dense without evidence, and a prediction for each method of the evidence with the row that counts (`_judge`).
+  """Predictions of dense, without evidence, and of each method of the evidence, with the row that `_judge` chooses.
 
   Args:
     updates: one prediction for each algorithm of the profile, with H = 1.
@@ -440,24 +441,25 @@ def _with_evidence(
 
 
 def _judge(rows: list[Evidence]) -> Evidence:
-  """The row that counts of the rows of one method, sorted by steps, those that never got to dense's loss last."""
-  # A row says how far the loss is above dense's (`gap`), or how many steps dense's loss
-  # takes: with neither gap nor steps, its training never got there.
+  """The row that counts among one method's `rows`, which are sorted by steps, with those without steps last."""
+  # `judged` rows have the gap to dense's loss. `timed` rows have the steps to dense's
+  # loss; neither gap nor steps if their training never reached that loss.
   judged = [row for row in rows if row.gap is not None]
   timed = [row for row in rows if row.gap is None or row.steps]
-  # `holds` is true without judged rows.
+  # The slowest training counts. `holds` is true if no row is judged.
   if timed and holds(judged):
     return timed[-1]
   worst = max(judged, key=lambda row: row.gap or 0.0)
-  # A method that holds, and was not timed, is taken to need dense's steps.
+  # Here some row is judged. A method that holds was not timed: it is taken to need
+  # dense's steps.
   return worst._replace(steps=1.0, deviation=0.0) if holds(judged) else worst
 
 
 def holds(rows: Sequence[Evidence]) -> bool:
-  """Whether a method is within 2 % of dense on four of five tasks, of those whose noise lets them decide."""
+  """Whether a method's loss is within 2 % of dense's on four of five tasks; true without a task that decides."""
   gaps = [(row.gap, row.gap_error or 0.0) for row in rows if row.gap is not None]
   within = sum(gap <= _MAX_GAP for gap, _ in gaps)
-  # A gap that is too large by less than its standard error counts as neither.
+  # A gap that is too large by less than its standard error decides nothing.
   above = sum(gap - error > _MAX_GAP for gap, error in gaps)
   return within >= _MIN_TASKS * (within + above)
 
@@ -499,7 +501,7 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   # dtype than for float32.
   if measured.reduces:
     alpha, beta = reduce_alpha, reduce_beta * measured.slowdown
-  # α a message, agreements as messages of the all-reduce, β a byte of 4-byte words.
+  # A message costs α, one of an agreement the all-reduce's α, a byte β; 4 bytes a word.
   wire = cost.messages * alpha + cost.agreements * reduce_alpha + 4 * words * beta
   arithmetic = measured.seconds(_entries_of_device(params, profile))
   # Messages between the devices of a worker; 0 seconds if a worker is one device.
@@ -518,7 +520,7 @@ def _entries_of_device(params: Any, profile: Profile) -> int:
 
 
 def _describe_scaling(params: Any, profile: Profile) -> str:
-  """One sentence if arithmetic was timed with other numbers of entries by far; else ""."""
+  """A warning if the entries of a device are far more or far fewer than those that were timed; else ""."""
   entries = _entries_of_device(params, profile)
   # A profile that does not say with how many entries it was timed has 0.
   if not profile.entries or 1 / _MAX_SCALE <= entries / profile.entries <= _MAX_SCALE:
@@ -530,17 +532,17 @@ def _describe_scaling(params: Any, profile: Profile) -> str:
 
 
 def _explain(predictions: list[Prediction]) -> str:
-  """One sentence about the best (first) method and dense, or about dense and the best of the others."""
+  """One sentence that compares the first, best prediction with dense; if dense is first, with the best other one."""
   best, *others = predictions
-  # Dense in local steps, by evidence, is a method like others.
+  # Dense with evidence, as in local steps, counts as a method, not as the baseline.
   is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
-  # The best method is compared with dense, and dense with the best of the others.
+  # None if all predictions are dense, or none is.
   rival = next(
     (prediction for prediction in others if is_dense(prediction) != is_dense(best)),
     None,
   )
+  # Only one of `best` and `rival` can have evidence; None if neither has.
   trained = best.evidence or (rival and rival.evidence)
-  # There is dense only, or no dense.
   if rival is None:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
   if trained:
@@ -558,7 +560,7 @@ def _explain(predictions: list[Prediction]) -> str:
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if is_dense(best):
     return f"{first}. The fastest that is not dense, {rival.title}, would take {rival.seconds:.4f} s"
-  # Per step, of which every H-th has an exchange.
+  # Seconds per step: only every H-th step has an update.
   saved = rival.wire / rival.every - best.wire / best.every
   spent = best.arithmetic / best.every - rival.arithmetic / rival.every
   return (

@@ -95,20 +95,20 @@ def audit(
   *,
   at_most: int | None = None,
 ) -> Audit:
-  """The collective operations of a compiled program that cross an axis of the mesh, those that nobody wrote too.
+  """The collective operations of a compiled program that cross an axis of the mesh, also those the compiler added.
 
   A compiler adds all-gathers and all-reduces where shardings need them. Bytes are those
   of the algorithms that send least, over A indices of the axis: an all-reduce of b
-  bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter (A − 1)/A of the whole,
-  a permutation its operand. Where groups have several devices of each index, these
-  share the bytes.
+  bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter (A − 1)/A of the whole
+  array, a permutation its operand. If a group has several devices with the same index,
+  they share the bytes.
 
   Args:
     program: `step.lower(...)`, `jax.jit(...).lower(...)`, what either compiles to, or
       the text of optimized HLO for CPU, GPU or TPU.
     mesh: the mesh of the program.
     axis: the axis, or tuple of axes, that should be crossed seldom.
-    at_most: bytes that a device may send across it in one run; None for any number.
+    at_most: bytes that a device may send across the axis in one run; None for no limit.
 
   Returns:
     An `Audit`; `print` it.
@@ -154,9 +154,9 @@ def audit(
 
 
 def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
-  """The index along the axis of each device, i64[devices], row by row as HLO numbers the devices of a mesh.
+  """The index along the axis of each device, i64[devices]; HLO numbers devices in row-major order of the mesh.
 
-  For several axes it is one index along all of them.
+  Several axes count as one, whose index is row-major over them.
   """
   names = mesh.axis_names
   # coordinates of each device in the mesh, [axes of the mesh, devices]
@@ -220,8 +220,8 @@ class _Text:
       (kind, math.prod(int(size) for size in sizes.split(",") if size))
       for kind, sizes in _ARRAY.findall(match["shape"])
     ]
-    # The result of a -start is a tuple of its operands, then its results; of a permute
-    # with contexts behind. Results alone count; an all-reduce-start has nothing else.
+    # A -start returns a tuple: operands, results, and contexts after a permute's. Only
+    # results count. An all-reduce-start returns results alone.
     if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:
       shapes = (
         shapes[1:2]
@@ -243,7 +243,7 @@ class _Text:
     )
 
   def _share(self, kind: str, line: str, entries: int) -> float:
-    """Bytes that a device sends across the axis / those of the result; 0 for an operation that does not cross it."""
+    """Bytes that a device sends across the axis / bytes of the result; 0 if the operation does not cross the axis."""
     if kind == "collective-permute":
       pairs = re.findall(
         r"\{(\d+),(\d+)\}",
@@ -255,7 +255,7 @@ class _Text:
       ]
       # Where any pair crosses, a device sends its operand, as large as its result.
       return float(any(crosses))
-    # Each group of devices, by their numbers, communicates by itself.
+    # Each group, a list of device numbers, communicates by itself.
     groups = _groups(line, len(self.positions))
     if bad := [
       device for group in groups for device in group if device >= len(self.positions)
@@ -263,27 +263,30 @@ class _Text:
       raise ValueError(
         f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh"
       )
-    # Groups may differ; the one across the most indices counts.
+    # Groups may differ: the group with the most indices of the axis counts.
     widest = max(groups, key=lambda group: len(set(self.positions[group])))
     indices = len(set(self.positions[widest]))
     if indices == 1:
       return 0.0
-    beside = len(widest) / indices  # devices of each index, which share the bytes
-    # The result of a device is 1 / (indices · beside) of what is added up, of which it
-    # sends (indices − 1) / indices / beside: `beside` cancels.
+    per_index = len(widest) / indices  # devices with the same index share the bytes
+    # The summed array is as large as indices · per_index results. A device sends
+    # (indices − 1) / (indices · per_index) of it: as much as indices − 1 results.
     if kind == "reduce-scatter":
       return indices - 1
-    # Too few entries to be scattered: they are sent as they are.
+    # Fewer entries than indices cannot be scattered: all of them are sent.
     if kind == "all-reduce" and entries < indices:
-      return 1 / beside
-    # Of as many padded pieces as indices, all of one size, a device sends all but one;
-    # in an all-reduce twice, in its reduce-scatter and in its all-gather.
+      return 1 / per_index
+    # The array is padded and cut into one piece for each index. All pieces but one are
+    # sent; in an all-reduce twice, by its reduce-scatter and by its all-gather.
     share = math.ceil(entries / indices) * (indices - 1) / entries
-    return (2 if kind == "all-reduce" else 1) * share / beside
+    # In an all-to-all nothing is shared: devices with the same index have other entries.
+    if kind == "all-to-all":
+      return share
+    return (2 if kind == "all-reduce" else 1) * share / per_index
 
 
 class _Frames:
-  """The tables of files and lines at the head of a program, or what is written beside each instruction.
+  """The tables of files and lines at the head of a program; some programs have file and line beside each instruction.
 
   Attributes:
     files: names of files, by their numbers as text.
@@ -308,12 +311,12 @@ class _Frames:
 
   def source_of(self, line: str) -> str:
     """File and line of the innermost caller outside of JAX and jaxsparse, else of the outermost that is known."""
-    # File and line that stand beside the instruction itself, in place of a frame.
+    # Some programs have file and line in the instruction itself, and no frames.
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
       return f"{plain[1]}:{plain[2]}"
     # Frames run from the innermost caller to the outermost.
     places = list(self._places(_field(line, "stack_frame_id")))
-    # Installed packages are in "site-packages".
+    # Installed packages are in "site-packages"; `_PACKAGE` is the folder of jaxsparse.
     users = [
       place
       for place in places
@@ -322,7 +325,7 @@ class _Frames:
     return next(iter([*users, *reversed(places)]), "added by the compiler")
 
   def _places(self, frame: str) -> Iterator[str]:
-    """file:line of a frame and of its callers, outwards; of none where `frame` is "", no frame."""
+    """Yields file:line of a frame, then of its callers from the innermost outwards; nothing if `frame` is ""."""
     while frame in self.frames:
       place = self.lines.get(_field(self.frames[frame], "file_location_id"), "")
       yield f"{self.files.get(_field(place, 'file_name_id'), '?')}:{_field(place, 'line')}"
@@ -332,7 +335,7 @@ class _Frames:
 
 
 def _repeated(line: str, inside: dict[str, list[Operation]]) -> list[Operation]:
-  """The operations of all rounds of a loop, given those of one run of its body and of its condition."""
+  """The operations of a loop, over all rounds; `inside` has those of one run of its body and condition, by name."""
   rounds = trip_count(line)
   if rounds is None:
     if sent := list(itertools.chain(*inside.values())):
@@ -397,21 +400,22 @@ def called_by(line: str) -> list[str]:
 
 
 def _groups(line: str, devices: int) -> list[list[int]]:
-  """`replica_groups`, numbers of devices, in any notation of HLO; one group of all devices where there are none.
+  """The groups of device numbers in `replica_groups`, in any notation of HLO; one group of all devices if it is empty.
 
-  {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'b'}
+  Notations: {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'b'}
   """
   text = line.partition("replica_groups=")[2]
   if not text or text.startswith("{}"):
     return [list(range(devices))]
   if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):
     return [_whole(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-  # [shape of the groups]<=[shape of 0, 1, …]T(axes of a transposition)
+  # [groups, devices]<=[shape]T(order): 0, 1, … in this shape, its axes in this order,
+  # reshaped to rows of groups.
   if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     ids = _iota(iota[2], iota[3])
     return ids.reshape(_whole(iota[1])).tolist()
-  # Axes of a mesh with their sizes, maybe the numbers of its devices (as above), and
-  # the axes along which the devices of a group lie.
+  # Axes of a mesh with their sizes, maybe the numbers of its devices as shape and order
+  # (else row-major), and the axes along which the devices of a group lie.
   if named := re.match(
     r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}",
     text,
@@ -424,8 +428,8 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     ids = _iota(shape, named[3]).reshape(sizes)
     # The axes of a group go last, so that its devices lie side by side.
     order = sorted(range(len(sizes)), key=inside.__getitem__)
-    of_group = math.prod(itertools.compress(sizes, inside))
-    return ids.transpose(order).reshape(-1, of_group).tolist()
+    group_size = math.prod(itertools.compress(sizes, inside))
+    return ids.transpose(order).reshape(-1, group_size).tolist()
   raise NotImplementedError(
     f"audit: replica_groups={text[:80]!r}: this notation is not known"
   )

@@ -16,7 +16,7 @@ from jaxsparse.racing.recipes import Method
 from jaxsparse.racing.result import Row
 from jaxsparse.racing.training import Program, Setting, Training
 from jaxsparse.train.agreement import Agreement, agreements
-from jaxsparse.transform.state import reduce_states
+from jaxsparse.transform.state import local_states, reduce_states
 from jaxsparse.types import check_whole
 
 _EVALUATIONS = 10  # evaluations of a training
@@ -32,10 +32,12 @@ class RaceConfig(NamedTuple):
     setting: what all trainings have in common: workers, loss, options of a step.
     params: the parameters before the first step: a pytree, or a function of the seed.
     batches: a function of the step, or an iterable.
-    steps: of each training; methods above dense have more, `most` at most.
+    steps: of each training; methods above dense have up to `most`, half as many more.
     rate: the user's learning rate.
     multiples: multiples of `rate` to try, ascending.
     seeds: number of trainings of each method at each rate.
+
+  A model is evaluated after each `every` steps, a tenth of `steps`, rounded up.
   """
 
   setting: Setting
@@ -111,7 +113,7 @@ class RaceConfig(NamedTuple):
     }
     # Mean loss of each multiple over the seeds, when it was last compared.
     tried = dict[float, float]()
-    # Successive halving: rates are compared after the same number of steps.
+    # Successive halving: all rates are compared after `count` evaluations.
     for count in (*_HALVED_AFTER, _EVALUATIONS):
       # `every` is rounded up: `count` evaluations may be more than all steps.
       until = min(self.steps, count * self.every)
@@ -123,7 +125,7 @@ class RaceConfig(NamedTuple):
           progress(
             f"{name}, rate times {multiple:g}, {until} steps: {tried[multiple]:.4g}"
           )
-      # Half of the rates go on, rounded up, and after the last evaluation one.
+      # Half of the rates go on, rounded up; only the best is left at the end.
       wanted = 1 if count == _EVALUATIONS else -(-len(trainings) // 2)
       best = sorted(trainings, key=lambda multiple: tried[multiple])[:wanted]
       trainings = {multiple: trainings[multiple] for multiple in best}
@@ -144,11 +146,11 @@ class RaceConfig(NamedTuple):
     return Training(program, rate, key, batches, trained)
 
   def _reach(self, trainings: list[Training], dense: Row) -> None:
-    """Trains each seed on until it has dense's loss from the same seed, or the most steps of a training."""
+    """Trains each seed on until it reaches dense's loss from the same seed, or has `most` steps."""
     # Dense's losses after the steps of the race; `dense` is its row.
     at_end = dense.steps.index(self.steps)
     for training, losses in zip(trainings, dense.losses, strict=True):
-      # Any evaluation counts: a loss may rise again after it.
+      # Any earlier evaluation counts, even if the loss rose again.
       while training.steps[-1] < self.most and min(training.losses) > losses[at_end]:
         training.go_on(training.steps[-1] + self.every, self.every)
 
@@ -178,22 +180,26 @@ class RaceConfig(NamedTuple):
       for training in trainings
     ]
     rate = multiple * self.rate
-    words = longest.words()
+    words = longest.words()  # 4-byte words per step
     params, state, _ = longest.trained
     setting = self.setting
     workers = setting.engine.workers
     # messages and words of one exchange
     cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
-    # Words of a step over those of an exchange: 1/H with local steps; 0 if no exchange
-    # was made.
-    share = words / max(cost.words, 1)
     # A chain of several transforms, or groups of leaves, has several collectives.
-    labels = [
-      collective.label
+    collectives = [
+      collective
       for reduce_state in reduce_states(state)
       for collective in reduce_state.collectives
     ]
-    # Simulated workers share a device: a step of all takes P times as long as of one.
+    labels = [collective.label for collective in collectives]
+    # Exchanges per step, from their words: 1/H with local steps, 0 if no exchange was
+    # made. Where messages vary in size, their words are below those of `cost`: without
+    # local steps each step exchanges.
+    share = words / max(cost.words, 1)
+    if any(one.traits.sizes_vary for one in collectives) and not local_states(state):
+      share = 1.0
+    # Simulated workers share a device: a step of all P takes P times as long as one's.
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
       name,
@@ -207,7 +213,7 @@ class RaceConfig(NamedTuple):
       longest.state_bytes(),
       min(training.seconds for training in trainings) / simulated,
       labels[0] if len(labels) == 1 else "",
-      max(1, round(1 / share)) if share else 1,
+      max(1, round(1 / share)) if share else 1,  # H
     )
 
   def _agreements(self, training: Training) -> list[Agreement]:
@@ -216,6 +222,7 @@ class RaceConfig(NamedTuple):
     # Arguments of `loss_fn`, which has no key and no model state where these are None.
     arguments = setting.named | {"rng": setting.rng, "model_state": setting.model_state}
     named = {name: value for name, value in arguments.items() if value is not None}
+    # The training is that of seed 0: these are its first batches.
     batches = batches_of(self.batches, 0, self.seeds, self.most)
     # One batch of the rows of several: with few rows agreement is noise.
     batch = join(

@@ -52,20 +52,24 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   rows = -(-x.size // length)
   # A TPU sorts, in 16 pieces, one after the other, that bound the memory of a sort.
   on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
-  # Groups of 8 save something where the k best ones are at most half of a chunk.
+  # Groups of 8 save sorting where the k best groups are at most half of a chunk; else a
+  # GPU sorts as a TPU does.
   on_gpu = (
     functools.partial(_in_pieces, _by_groups, x, length, k, 1)
     if 2 * _GROUP * k <= length
     else on_tpu
   )
-  # Chunks of whole words of flags, and groups of at least four entries.
-  bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
-  # Each piece is read twice, so it has to stay in the cache.
+  # Whether `_by_threshold` serves: chunks of a multiple of 256 entries, for its bitset,
+  # that are cut into groups of at least four entries. Both numbers are powers of two.
+  groups = _groups(k)
+  multiple = max(bitset.GROUP * bitset.BITS, groups)
+  bracketed = length % multiple == 0 and 4 * groups <= length
+  # Each piece is read twice, so it has to fit into the cache.
   pieces = max(1, rows * length // _CACHED)
   on_cpu = functools.partial(
     _in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces
   )
-  # On a CPU the way of GPUs takes 6 times the time; on a GPU the way of CPUs runs 1.8
+  # On a CPU `_by_groups` takes 6 times the time; on a GPU `_by_threshold` runs 1.8
   # times the kernels.
   indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
   flat = indices + length * iota(rows)[:, None]
@@ -78,12 +82,12 @@ def _in_pieces(
   """The results of `select` for all chunks, i32[⌈n / length⌉, k], one piece after the other.
 
   Args:
-    select: one of the methods below, as `_by_sorting`: of the values of a piece and a
-      function that reads them at indices in the piece.
+    select: one of the methods below. Takes the values of a piece, a function that reads
+      them at indices in the piece, `length` and k, as `_by_sorting`.
     x: f32[n].
     length: of a chunk.
     k: of each chunk.
-    pieces: about their number; pieces are of whole chunks.
+    pieces: about the number of pieces, each of whole chunks.
   """
   size = -(-x.size // (length * pieces)) * length
   full, rest = divmod(x.size, size)
@@ -129,11 +133,11 @@ def _by_groups(
   length: int,
   k: int,
 ) -> jax.Array:
-  """As `_by_sorting`, by groups of 8 entries, and groups of 8 such groups, and so on, the largest groups first.
+  """As `_by_sorting`, by groups of 8 entries, groups of 8 such groups, and so on.
 
   The k groups with the largest maxima, ties to the first group, contain the k largest
-  entries: for an entry of another group, each of them has a larger one, or an equal one
-  of a lower index. So each level searches only the members of the k best groups above.
+  entries: each of these groups has an entry that ranks above every entry of the other
+  groups. So each level sorts only the members of the k best groups of the level above.
   """
   keys = keys_of(values).reshape(-1, length)
   rows = len(keys)
@@ -162,7 +166,7 @@ def _by_groups(
 
 
 def _first(keys: jax.Array, indices: jax.Array, k: int) -> jax.Array:
-  """The indices of the k largest keys of each row, the largest first; indices below 2¹⁵ are sorted as 16 bits."""
+  """The indices of the k largest keys of each row, the largest first; indices are below 2¹⁵, and sorted as 16 bits."""
   # Ascending in TOP − key, then in the index: ties go to the lowest index.
   operands = TOP - keys, indices.astype(jnp.int16)
   _, ordered = jax.lax.sort(operands, num_keys=2, is_stable=False)
@@ -182,16 +186,17 @@ def _by_threshold(
 ) -> jax.Array:
   """As `_by_sorting`, among the entries that reach the k-th largest of the maxima of groups.
 
-  These contain the k largest. Where they are too many for their slots, `_by_sorting`.
+  At least k entries reach this threshold, so the k largest do. If more entries reach it
+  than there are slots, the piece is sorted.
   """
   size = values.size
   groups = _groups(k)
   rows = size // length
-  # The mean number of entries that reach the threshold where the order is random: k of
-  # the groups have one, and a group with a mean of λ has one with 1 − e^(−λ) = k/groups.
+  # The mean number of entries that reach the threshold, if their order is random: a
+  # group with λ of them in the mean has at least one with probability 1 − e^(−λ), which
+  # is k/groups, since k of the groups have one.
   mean = -groups * np.log1p(-k / groups)
-  # Room for nearly twice the mean in a chunk, and for a tenth more than the mean in all
-  # of them.
+  # Nearly twice the mean for each chunk, a tenth more than the mean for all chunks.
   slots = 32 * -(-int(1.9 * mean) // 32)
   capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)
   members = _reaching(keys_of(values), rows, k, groups)
@@ -210,7 +215,7 @@ def _by_threshold(
     largest = flat.reshape(-1)[bitset.nonzero(chosen, rows * k)]
     return largest.reshape(rows, k) % length
 
-  # data of another order than random may need more
+  # data whose order is not random may need more
   fits = (jnp.max(counts) <= slots) & (ends[-1] <= capacity)
   return varying.cond(fits, search, lambda: _by_sorting(values, read, length, k))
 
@@ -228,13 +233,13 @@ def _reaching(
   best = functools.reduce(
     jnp.maximum, [of_groups[:, group] for group in range(length // groups)]
   )
-  # The upper 16 bits of keys give a lower threshold, which a few more entries reach, by
-  # half as many rounds of vectors with twice as many numbers.
+  # The upper 16 bits of keys give a slightly lower threshold, which a few more entries
+  # reach, in half as many rounds on vectors of twice as many numbers.
   upper = (best >> 16).astype(jnp.int16).T
   kth = _kth_largest(upper, jnp.int16(k), 15)
   low = kth.astype(jnp.int32)[:, None] << 16
   reaches = keys.reshape(rows, length) >= jnp.maximum(low, 1)
-  # Where fewer than k entries are not 0, the others are zeros among the first k.
+  # A threshold of 0: zeros may be selected, all of them among the first k entries.
   first = bitset.pack(jnp.arange(length) < k)[None]
   members = bitset.pack(reaches.reshape(-1)).reshape(rows, -1)
   return members | jnp.where(low == 0, first, jnp.uint32(0))
@@ -247,7 +252,7 @@ def _is_largest(keys: jax.Array, k: int) -> jax.Array:
   above = keys > least[None]
   ties = keys == least[None]
   left = k - jnp.sum(above, axis=0, dtype=jnp.int32)
-  # numbers the ties so that the first has the largest number
+  # numbers the ties from the last slot on, so that the first tie has the largest number
   backward = jnp.where(ties, slots - iota(slots)[:, None], 0)
   # the number of the last tie that is still among the k
   last = _kth_largest(backward, left, slots.bit_length())

@@ -527,7 +527,7 @@ BAD = [
   ),
   (
     lambda: js.costs.evidence("nadam"),
-    "no training with optimizer='nadam', choose one of adam",
+    "no training with optimizer='nadam', own_data=False, choose one of adam",
   ),
   (
     lambda: js.costs.count("dense", n=5, workers=2, devices=0),

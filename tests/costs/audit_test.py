@@ -127,6 +127,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %k = f32[] all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add
   %l = f32[] all-reduce(%y), replica_groups={}, to_apply=%add
   %m = f32[] all-reduce(%y), to_apply=%add
+  %a = f32[12]{0} all-to-all(%x), replica_groups={}, dimensions={0}
   %j = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, to_apply=%add
   ROOT %i = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
@@ -142,6 +143,7 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
     ("collective-permute", 8 * 4),  # of the branch that sends most
     ("all-reduce", 8 * 4),
     ("collective-permute", 6 * 4),
+    ("all-to-all", 12 * 4 / 2),  # each of the four sends half of its entries
     ("reduce-scatter", 4 * 4),
     ("all-gather", 8 * 2 / 2),
     ("all-reduce", 4),  # of one number, which is not scattered
@@ -150,7 +152,9 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
   ]
   assert found.operations[0].source == "/home/user/train.py:7"
   assert "160  all-reduce f32[8]  /home/user/train.py:7" in str(found)
-  assert js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4 + 2 * 4 / 2
+  assert (
+    js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4 + 12 * 4 / 2 + 2 * 4 / 2
+  )
   with pytest.raises(NotImplementedError, match="replica_groups=.<all>.* not known"):
     js.costs.audit(TEXT.replace("mesh['a'=2,'b'=2]", "<all>"), mesh)
 

@@ -84,6 +84,18 @@ def test_a_training_is_that_of_the_step(name):
   assert row.every == (4 if name == "signs, every 4" else 1)
 
 
+def test_messages_that_vary_in_size_are_exchanged_in_every_step():
+  """Ok-Topk sends fewer words than its messages may have."""
+  exchange = lambda axis, rate: optax.chain(
+    js.make_transform("oktopk:density=0.25", axis), optax.sgd(rate)
+  )
+  chosen = methods("dense") | {"oktopk": exchange}
+  _, row = race_of(chosen, steps=4).rows
+  cost = js.costs.count("oktopk:density=0.25", n=N, workers=P)
+  assert row.words < 0.7 * cost.words
+  assert (row.every, row.messages) == (1, cost.messages + cost.agreements)
+
+
 def test_a_last_block_of_fewer_steps_needs_no_other_program(monkeypatch):
   programs = []
 
@@ -325,7 +337,8 @@ def test_the_best_method_is_the_fastest_near_dense():
   with pytest.raises(ValueError, match="within=-1.0, choose 0 or more"):
     race.best(within=-1.0)
   diverged = made("dense", [1.0, np.inf])
-  with pytest.raises(ValueError, match="at which dense does not diverge"):
+  diverges = pytest.raises(ValueError, match="at which dense does not diverge")
+  with np.errstate(invalid="ignore"), diverges:
     dataclasses.replace(race, rows=[diverged, near]).best()
 
 

@@ -70,8 +70,10 @@ def _found(method, k, rows, *parts):
   return chunks._in_pieces(method, LazySum(parts), LENGTH, k, rows)
 
 
-@pytest.mark.parametrize(("length", "k"), [(1, 1), (5, 5), (64, 9), (256, 200)])
-def test_chunks_that_are_short_or_sent_nearly_whole(length, k):
+@pytest.mark.parametrize(
+  ("length", "k"), [(1, 1), (5, 5), (64, 9), (256, 200), (2304, 100)]
+)
+def test_chunks_that_are_short_sent_nearly_whole_or_of_odd_lengths(length, k):
   x = np.round(4 * normals(2, 700))
   flat = np.pad(np.abs(x), (0, -700 % length)).reshape(-1, length)
   expected = np.sort(np.argsort(-flat, axis=1, kind="stable")[:, :k], axis=1)

@@ -67,7 +67,7 @@ class Devices:
     >>> workers = js.partial.Devices(js.partial.Controller(2, 2), jax.devices()[:1] * 2, jnp.zeros(2))
     Traceback (most recent call last):
     ...
-    ValueError: 2 workers on 1 different devices: give each worker a device of its own
+    ValueError: 2 workers, 2 devices, 1 different ones: give each worker one
     >>> if len(jax.devices()) > 1:
     ...   workers = js.partial.Devices(js.partial.Controller(2, 2), jax.devices()[:2], jnp.zeros(2))
     ...   threads = [threading.Thread(target=train, args=(workers.worker(number),)) for number in range(2)]
@@ -79,9 +79,10 @@ class Devices:
   def __init__(
     self, controller: Controller, devices: Sequence[jax.Device], params: optax.Params
   ):
-    if (different := len(set(devices))) != controller.workers:
+    different = len(set(devices))
+    if not len(devices) == different == controller.workers:
       raise ValueError(
-        f"{controller.workers} workers on {different} different devices: give each worker a device of its own"
+        f"{controller.workers} workers, {len(devices)} devices, {different} different ones: give each worker one"
       )
     check_start(params)
     vector, self.unflatten = flatten(params)
@@ -125,7 +126,7 @@ class Devices:
   def _ask(
     self, worker: int, kind: WorkerMessage, model: _Model, patience: float | None
   ) -> _Model:
-    """Blocks until a worker's signal is answered, with a model and its iteration.
+    """Blocks until a worker's signal is answered; returns a model f32[n] and its iteration.
 
     The thread whose signal completes a group computes the average, and answers all
     members.
@@ -134,14 +135,15 @@ class Devices:
       worker: number of the worker whose thread this is.
       kind: READY, SYNCHRONIZE or NOT_FINITE.
       model: of this worker; not used for NOT_FINITE.
-      patience: seconds after which, again and again, the group filter no longer waits
-        for workers that are not ready; None for never.
+      patience: seconds after which, again and again, the group filter stops waiting for
+        workers that are not ready (`Controller.release`); None for never.
     """
     answer = futures.Future[_Model]()
     groups = list[WorkerGroup]()
     (vector, iteration) = model
     with self._lock:
       if kind == WorkerMessage.NOT_FINITE:
+        # forgets the worker's iteration: that of the model it gets may be smaller
         self.controller.replaced(worker)
         self._seeking[worker] = answer
       else:
@@ -155,6 +157,7 @@ class Devices:
           iteration,
           answer,
         )
+      # This worker's model may serve seekers, or now all workers seek one.
       self._answer_seekers()
     # without the lock, so that other threads can signal meanwhile
     self._average(groups)
@@ -172,8 +175,8 @@ class Devices:
     self._average(groups)
 
   def _answer_seekers(self) -> None:
-    """Answers workers that seek a model with the most trained one of those that wait; an error if all seek one."""
-    # If all seek one, no worker has a finite model.
+    """Answers workers in `_seeking` with the most trained model in `_waiting`; with an error if all workers seek."""
+    # If all workers seek, none has a finite model.
     all_seek = self._seeking.keys() >= set(self.controller.alive)
     while self._seeking and (self._waiting or all_seek):
       worker, answer = self._seeking.popitem()
@@ -183,6 +186,7 @@ class Devices:
         )
         answer.set_result((jax.device_put(vector, self.devices[worker]), iteration))
       else:
+        # `BaseWorker._replace` catches it, and raises one with a message.
         answer.set_exception(FloatingPointError())
 
   def _average(self, groups: list[WorkerGroup]) -> None:
@@ -214,6 +218,8 @@ class Devices:
     weights = np.array(
       [(weight, group.initial) for weight in group.weights], np.float32
     )
+    # On CPU one collective runs to its end before the next one starts, or both could
+    # deadlock; on GPU `_one_at_a_time` is None.
     with self._one_at_a_time or contextlib.nullcontext():
       means = program(joined(models), joined(initial), weights)
       if self._one_at_a_time:
@@ -221,7 +227,12 @@ class Devices:
     return {shard.device: shard.data for shard in means.addressable_shards}
 
   def _compile(self, members: tuple[int, ...]) -> tuple[Any, NamedSharding]:
-    """The compiled average of a group, as `_means` calls it, and the sharding of its three arguments and its result."""
+    """Compiles the average of a group of G members.
+
+    Returns:
+      The program, from models f32[G n], initial models f32[G n] and weights f32[G, 2]
+      to means f32[G n]; and the sharding of all four: the first axis over the devices.
+    """
     mesh = Mesh(np.array([self.devices[member] for member in members]), (_AXIS,))
     sharding = NamedSharding(mesh, _SPLIT)
 
@@ -246,8 +257,9 @@ class DeviceWorker(BaseWorker):
   Attributes:
     number: this worker's.
     params: the model that training starts from, on this worker's device.
-    iteration: 0.
+    iteration: 0, the iterations of `params`.
     device: this worker's.
+    _step_began: when the local step began that the next call ends.
   """
 
   def __init__(self, workers: Devices, worker: int):
@@ -263,7 +275,8 @@ class DeviceWorker(BaseWorker):
     self._workers._leave(self.number)
 
   def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> _Model:
-    # The other workers get as long as this one's step took to become ready.
+    # The filter waits for other workers for as long as this one's step took. NOT_FINITE
+    # (None) is in no queue, so nobody has to be released for it.
     took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
     model = self._workers._ask(
       self.number,
