@@ -58,7 +58,7 @@ _REBUILD_MPI = (
 _REINSTALL = (
   "unset JAX_PLATFORMS and XLA_FLAGS; pip install -U jax jaxlib, which belong together"
 )
-# begins a fix for ranks that do not reach each other
+# part of a fix: for ranks that do not reach each other
 _MEET = "let processes of this host meet on 127.0.0.1: export no_proxy=127.0.0.1,localhost, and no firewall on lo; "
 
 
@@ -122,7 +122,8 @@ def _find(timeout: float) -> Iterator[Finding]:
   yield _check_probe(
     "engine processes", "processes", timeout, ["--ranks=2"], _MEET + _REINSTALL
   )
-  # In some versions gloo, which sums between processes on CPU, has added wrongly.
+  # gloo, which sums between processes on CPU, gives wrong sums in some versions of
+  # jaxlib.
   fix = f"pip install -U jax jaxlib (jax issue 40830), or one process for each host; {_MEET}{_REINSTALL}"
   yield _check_probe(
     "reduce-scatter", "scatter", timeout, ["--ranks=2", "--devices=2"], fix
@@ -285,7 +286,7 @@ def _check_probe(
   answer = _run_probe(probe, timeout, ranks)
   seconds = time.monotonic() - start
   if "error" in answer:
-    # At the limit the probe hung, or the machine is slow: the fix names both.
+    # At the limit the probe hung, or the machine is slow: the fix has advice for both.
     longer = (
       f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
     )

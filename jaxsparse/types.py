@@ -179,7 +179,7 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
   most = jnp.iinfo(dtype).max
   if not isinstance(value, jax.Array):
     return jnp.asarray(min(int(value), most), dtype)
-  # An integer type that fits into `dtype` needs no comparison.
+  # An integer type whose largest number fits into `dtype` needs no comparison.
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
     return value.astype(dtype)
   # `most` as a float may round up to a power of two; every float below it fits.
@@ -317,8 +317,8 @@ class Reduced(NamedTuple):
     """The total divided by `divisor` and rounded, and the function that ends the step.
 
     Returns:
-      (mean, commit). `mean` is f32[n], or of a subclass arrays that have NaN or Inf
-      where an entry of the mean has. `commit(finite, before, decay)` returns the mean,
+      (mean, commit). `mean` is f32[n], or of a subclass other arrays, with NaN or Inf
+      if an entry of the mean has. `commit(finite, before, decay)` returns the mean,
       f32[n], and the next residual, f32[n] or None: `decay` times what the total did
       not deliver and what was rounded off. If `finite`, bool[], is false, it returns
       zeros and `before`, the residual before the step.

@@ -31,8 +31,8 @@ def ppermute(
   that of the mesh; newer versions reject tuples in another order.
   """
   inner, mesh_number = _in_mesh_order(axis)
-  # The pairs count along the tuple of axes, and `ppermute` along the mesh. The numbers
-  # are None where both orders are the same.
+  # Pairs number the workers in the order of the tuple, `ppermute` in that of the mesh.
+  # `mesh_number` is None where both orders are the same.
   if mesh_number is not None:
     pairs = [
       (int(mesh_number[source]), int(mesh_number[destination]))
@@ -47,7 +47,8 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
   if mesh_number is None:
     return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
   # The row for worker d has to be at index mesh_number[d], and the row from worker w
-  # arrives there. Both 0 below: rows are split and joined along the leading axis.
+  # arrives at index mesh_number[w]. The two zeros: rows are split and joined along the
+  # leading axis.
   in_mesh_order = rows[np.argsort(mesh_number)]
   return jax.lax.all_to_all(in_mesh_order, inner, 0, 0, tiled=True)[mesh_number]
 
@@ -56,8 +57,8 @@ def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
   """The names of `axis` in the order of the mesh, and the number along the mesh of each worker.
 
   Returns:
-    (names, numbers): numbers[w], i64[P], is that of the worker whose `axis_index` is w;
-    None where both orders are the same.
+    (names, numbers): numbers, i64[P], has at index w the number along the mesh of the
+    worker whose `axis_index` is w; None where both orders are the same.
   """
   names = names_of(axis)
   order = jax.sharding.get_abstract_mesh().axis_names
@@ -133,12 +134,13 @@ def by_platform(
   gpu: Callable[..., Any] | None = None,
   **others: Any,
 ) -> Callable:
-  """The implementation for the platform that is traced for, else `default`; all of them return the same bits.
+  """The implementation for the platform that is traced for, else `default`; with each an update has the same bits.
 
   Only this one is traced. Inside `traced_for("any")` the result is a function that
   traces all of them, and the compiler for a device chooses. Arguments of the
-  implementations need not be arrays. The comment at each use says what it gains: CPU
-  time of an update on CPU, kernels and bytes of an update compiled for an H100.
+  implementations need not be arrays. The comment at each use says what the choice
+  gains, mostly CPU time of an update on CPU, or kernels and bytes of an update that is
+  compiled for an H100.
 
   Args:
     default: for platforms without an argument here.
@@ -366,8 +368,9 @@ def is_key(x: object) -> bool:
 
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
-  # Back through operations of one traced operand that make zeros of zeros: scalings,
-  # casts, broadcasts and copies.
+  # Back through operations of one operand that make zeros of zeros: reshapes, casts,
+  # broadcasts, negations and copies. `mul` and `div` have two operands and end the
+  # search.
   while equation := _equation_of(x):
     if (
       equation.primitive.name not in (*_SCALINGS, *_COPIES)
@@ -465,4 +468,4 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
 
 _BARRIERS: dict[
   tuple[str, tuple[int, ...]], int
-] = {}  # barriers so far, by processes: a barrier's name serves once
+] = {}  # barriers so far, by caller and processes: a barrier's name serves once

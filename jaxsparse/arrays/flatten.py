@@ -198,7 +198,7 @@ def check_not_overwritten(tree: Any, what: str) -> None:
 
 
 def check_leaves(tree: Any) -> None:
-  """Checks that gradients are floating-point arrays of at least 16 bits, which are averaged and subtracted.
+  """Checks that gradients are floating-point numbers of at least 16 bits, and none is a next value (`OVERWRITTEN`).
 
   Raises:
     TypeError: for another leaf, naming its path.

@@ -136,7 +136,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
 
 
 def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
-  """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random instead of zeros."""
+  """The columns of all factors, f32[S, r, most], scaled to a largest magnitude of 1; columns of zeros become random."""
   lengths = [len(factor) for factor in factors]
   most = max(lengths)
   pad = lambda factor: jnp.pad(factor.T, ((0, 0), (0, most - len(factor))))

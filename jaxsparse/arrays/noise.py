@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def fold(key: jax.Array, data: jax.Array | int) -> jax.Array:
-  """A new key u32[2] from a key u32[2] and a number `data`, i32[] or u32[], as `jax.random.fold_in`."""
+  """A new key u32[2] from a key u32[2] and a number `data`, i32[] or u32[], like `jax.random.fold_in`."""
   data = jnp.asarray(data).astype(jnp.uint32)
   # Added so that 0 is mixed, too: `_mix` maps 0 to 0.
   apart = data + jnp.uint32(0x9E3779B9)

@@ -184,8 +184,9 @@ def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
 
   Products of numbers with few significant bits are exact, and so the same with fused
   multiply-add and without: for the scales of int8 values and of QSGD, which are
-  multiplied by a level of `bits` bits. With 23 bits, the whole mantissa, the result is
-  a power of two (`unit_of`). It may be infinite; Inf and NaN stay unchanged.
+  multiplied by a level of `bits` bits, and with 12 bits for the squares of QSGD. With
+  23 bits, the whole mantissa, the result is 0 or a power of two (`unit_of`). It may be
+  infinite; Inf and NaN stay unchanged.
 
   Args:
     x: f32 of any shape, at least 0.

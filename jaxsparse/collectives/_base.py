@@ -119,9 +119,8 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
-    # Sets `name` from the module, and rejects class attributes that should be traits.
-    # "gtopk" of jaxsparse.collectives.baselines.gtopk, "spardl" of
-    # jaxsparse.collectives.spardl.algorithm; "ring" of a user's module mine.ring.
+    # `name` is "gtopk" in jaxsparse.collectives.baselines.gtopk, "spardl" in
+    # jaxsparse.collectives.spardl.algorithm, and "ring" in a user's module mine.ring.
     inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
     cls.name = (
       inside.partition(".")[0]

@@ -273,7 +273,8 @@ class EncodingCollective(SparseCollective):
 
     Args:
       codec: the wire format.
-      step: i32[], the number of the step, from `first_step` or `Writer.next_step`.
+      step: the number of the step, i32[]. `first_step` and `Writer.next_step` return
+        () where rounding is not random: `step` is then not read.
       block: i32[]; workers with the same number draw the same noise. It is the rank, or
         in SparDL the block, since several workers must round its sum alike.
     """

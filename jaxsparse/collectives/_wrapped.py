@@ -259,7 +259,8 @@ class WarmedUp(Wrapped):
   Attributes:
     collective: the collective inside, with its density from step `steps[-1]` on.
     steps: numbers of steps, ascending.
-    densities: as many densities. The collective with one of them is a rung.
+    densities: as many densities. The collective with each of them is a rung, and so is
+      the collective with its own density or k, the last rung.
   """
 
   collective: SparseCollective
@@ -310,8 +311,9 @@ class WarmedUp(Wrapped):
       for rung in self.rungs()
     ]
     # All branches must return the same shapes, so each `Sparse` (a total, entries of a
-    # pending residual) gets as many slots as it has in any rung. `slots` is a `Reduced`
-    # with this number in place of each `Sparse`, and 0 in place of other arrays.
+    # pending residual) gets the slots of the rung where it has most. `slots` is a
+    # `Reduced` with their number in place of each `Sparse`, and 0 in place of other
+    # arrays.
     most = lambda *leaves: max(
       leaf.indices.size if _is_sparse(leaf) else 0 for leaf in leaves
     )
@@ -338,6 +340,8 @@ def _is_sparse(x: Any) -> bool:
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
   """`reduced` with `slots` slots in each `Sparse`, and counters in the dtypes of `Counters`.
 
+  So results of several densities are branches of one `lax.switch`.
+
   Args:
     reduced: a result with arrays only.
     n: length of the vector, the index of empty slots.
@@ -352,8 +356,8 @@ def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
     return sparse.resize(jax.tree.map(jnp.ravel, x), most, n)
 
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
-  # Some collectives count in Python numbers, but branches must agree in dtypes: those
-  # of `zeros`.
+  # Some collectives count in Python numbers, but branches must have the same dtypes:
+  # those of `zeros`.
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   counters = jax.tree.map(cast, counters, Counters.zeros())
   return type(reduced)(total, state, counters)

@@ -49,7 +49,8 @@ class A2SGD(Collective):
       the gradient, an ablation.
 
   Attributes:
-    leaves: with `means="leaf"` the entries of each leaf that has any; else ().
+    leaves: with `means="leaf"` the number of entries of each leaf that has any; () with
+      "vector", and before `for_leaves`: the gradient is then one part.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:

@@ -59,7 +59,7 @@ class OneBit(Collective):
     decay: as in `js.SparseCollective`.
 
   Attributes:
-    bits: of a code, 1; `js.nbit_transform` is a subclass with 2, 4 or 8 bits.
+    bits: of a code, 1; an option of the subclass `NBit` (`js.nbit_transform`).
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js

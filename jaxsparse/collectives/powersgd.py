@@ -336,8 +336,8 @@ class LowRank(NamedTuple):
     ]
     # decay · (grads + residual − projection), or `residual` unless finite
     residual = low_rank.subtract(self.projection, self.grads, residual, finite, decay)
-    # `depend_on` returns 0, but only after the new residual is computed, so `finite`
-    # keeps its value. So `grads` is read before the update reuses its buffer.
+    # `depend_on` returns 0, so `finite` keeps its value, but only after the residual is
+    # computed: `grads` is read before the update reuses its buffer.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
     return low_rank.dense_if(finite, pieces), residual
 

@@ -122,7 +122,7 @@ class Rows(ByLeaf):
   def cost(self, n: int, size: int) -> Cost:
     """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     words = sum(leaf.sent * (leaf.width + 1) for leaf in self._leaves(n))
-    # Whether a step may take the form with owners; then an all-reduce chooses the form.
+    # Whether a step may take the form with owners; the choice is then an all-reduce.
     by_region = bool(self._capacities(n, size))
     messages = 2 * len(schedules.strides(size)) + (size - 1) * by_region
     agreements = schedules.agreement_messages(size) * by_region
@@ -136,14 +136,14 @@ class Rows(ByLeaf):
     chosen = [_largest(acc, leaf) for leaf in leaves]
     sent = [leaf.entries(rows, n) for leaf, rows in zip(leaves, chosen, strict=True)]
     values = list(map(acc.read_at, sent))
-    # numbers i32[P, sent] of each leaf: which rows any worker sends, as a bitset, and
-    # the ordinals among these of the rows of each worker
+    # `numbers`, i32[P, sent] of each leaf: the rows that each worker sends. `touched`:
+    # all these rows as a bitset, and the ordinals among them of each worker's rows.
     numbers = in_rank_order(comm, all_gather(comm, chosen))
     touched = [
       _touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)
     ]
-    # total = Σ_w rows(acc_w), f32[rows, width] of each leaf, by all-gather or by the
-    # owners of regions
+    # total = Σ_w rows(acc_w): of each leaf the sums of the rows that any worker sends,
+    # by all-gather or by the owners of regions
     sums, words = self._add(comm, n, [ordinals for _, ordinals in touched], values)
     # Ordinals count the members of the bitset, so row i of the sums is its i-th member.
     delivered = [
@@ -262,13 +262,14 @@ def _words(form: _Capacities, leaves: list[_RowLeaf], size: int) -> int:
 
 
 def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
-  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more in empty slots.
+  """The numbers of the rows of largest mean magnitude, i32[sent]; NaN counts as Inf.
 
   The leaf is `leaf.rows` rows of `leaf.width` entries of f32[n] `acc`, from the flat
-  index `leaf.start` on; a worker sends `leaf.sent` of them.
+  index `leaf.start` on; a worker sends up to `leaf.sent` of them, no row of zeros.
+  Empty slots have the number `leaf.rows` or more.
   """
-  # Functions, so that each branch computes the sum anew: XLA would store an array that
-  # both branches of `cond` read.
+  # Functions, so that each use computes the sum anew: XLA would store an array that is
+  # read both here, for `members`, and in a branch of `cond`.
   flat = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width]
   matrix = lambda: flat().reshape(leaf.rows, leaf.width)
   members = bitset.pack(jnp.any(matrix() != 0, 1))

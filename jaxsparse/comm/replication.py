@@ -71,7 +71,8 @@ def checked(
     axis: the axis, or tuple of axes, of the workers.
     results: for the error, the name of each result and the likely mistake where it
       would differ.
-    others: further axes that the program is mapped over; values are equal along them.
+    others: further axes that the program is mapped over; a result whose spec does not
+      name them must be equal along them, too.
     rewrite: from the jaxpr that was checked to the jaxpr that runs.
     instead: called with the TypeError that a trace of `function` raises. It returns the
       program to trace in place of `function`, for a `tx` that does not take all
@@ -93,7 +94,8 @@ def checked(
         raise
       closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
     axes_of_values = _AxesOfValues(axes, axes.union(others))
-    # Along other axes of a spec the compiler partitions an array: one value for all.
+    # Along axes of a spec that the program is not mapped over, the compiler partitions
+    # the array: there is one value, which does not vary.
     varying = [
       axes_of_spec(spec) & axes_of_values.every
       for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
@@ -184,7 +186,7 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
   # The first half keeps all equations: the compiler drops those whose results only the
   # second half needs.
   first = jaxpr.replace(outvars=[*totals, *rest])
-  # Results of messages and callbacks vary, so no equation of `after` has an effect.
+  # Results of messages and callbacks vary, so none of them is an equation of `after`.
   second = jaxpr.replace(
     invars=[*totals, *jaxpr.invars],
     outvars=results,

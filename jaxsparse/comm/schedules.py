@@ -65,7 +65,8 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
   if outside := [pair for pair in pairs if min(pair) < 0 or max(pair) >= size]:
     raise ValueError(f"route {outside[0]}: workers are numbered 0 … {size - 1}")
-  # two rows, sources and destinations; no row if there are no pairs, hence not strict
+  # Two rows, sources and destinations; no row if there are no pairs, so the `zip` with
+  # the verbs is not strict.
   ends_of_pairs = zip(*pairs, strict=True)
   for verb, ends in zip(("sends", "receives"), ends_of_pairs, strict=False):
     worker, times = collections.Counter(ends).most_common(1)[0]
@@ -128,7 +129,8 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
-  # XLA's all-reduce on CPU sums in float32, too: both engines round once, at the end.
+  # XLA's all-reduce on CPU sums in float32, too: it and this function round once, at
+  # the end.
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
   add_row = lambda total, row: (combine(total, row), None)

@@ -31,7 +31,7 @@ def _identity(name: str) -> core.Primitive:
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
   # The result has the type of the operand, but is equal along the `axes` that `bind`
-  # gets, if any.
+  # gets: along all axes for None, along none where `bind` gets no `axes`.
   primitive.def_abstract_eval(_compat.equal_along)
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
@@ -151,7 +151,8 @@ class CommView:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    # A team is `length` neighbours; those of one rank in all teams are `length` apart.
+    # A team is `length` neighbours; the workers of one rank in all teams are `length`
+    # apart.
     length = schedules.team_size(self.size, teams)
     member = dataclasses.replace(self, stride=self.stride * length, members=teams)
     return dataclasses.replace(self, members=length), member

@@ -22,7 +22,7 @@ _OPERATION = re.compile(
 )
 # A dtype with its dimensions, as in bf16[128,64].
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-# Bytes of an entry, of types whose names do not say their bits.
+# Bytes of an entry, for some types; of others `_itemsize` reads bits in their names.
 _BYTES = {
   "pred": 1,
   "bf16": 2,
@@ -100,8 +100,9 @@ def audit(
   A compiler adds all-gathers and all-reduces where shardings need them. Bytes are those
   of the algorithms that send least, over A indices of the axis: an all-reduce of b
   bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter (A − 1)/A of the whole
-  array, a permutation its operand. If a group has several devices with the same index,
-  they share the bytes.
+  array, an all-to-all (A − 1)/A of its operand, a permutation its operand. If a group
+  has several devices with the same index, they share the bytes, but not those of an
+  all-to-all.
 
   Args:
     program: `step.lower(...)`, `jax.jit(...).lower(...)`, what either compiles to, or
@@ -220,8 +221,8 @@ class _Text:
       (kind, math.prod(int(size) for size in sizes.split(",") if size))
       for kind, sizes in _ARRAY.findall(match["shape"])
     ]
-    # A -start returns a tuple: operands, results, and contexts after a permute's. Only
-    # results count. An all-reduce-start returns results alone.
+    # A -start returns a tuple of operands and results; that of a permute has contexts
+    # behind them. Only results count. An all-reduce-start returns results alone.
     if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:
       shapes = (
         shapes[1:2]
@@ -392,7 +393,7 @@ def trip_count(line: str) -> int | None:
 
 def called_by(line: str) -> list[str]:
   """The names of the computations that an instruction runs."""
-  # after each attribute that holds one, or several within braces
+  # Each of these attributes holds one name, or several within braces.
   named = re.findall(
     r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line
   )
@@ -400,9 +401,10 @@ def called_by(line: str) -> list[str]:
 
 
 def _groups(line: str, devices: int) -> list[list[int]]:
-  """The groups of device numbers in `replica_groups`, in any notation of HLO; one group of all devices if it is empty.
+  """The groups of device numbers in `replica_groups`; one group of all devices if it is empty or missing.
 
   Notations: {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'b'}
+  Others raise NotImplementedError.
   """
   text = line.partition("replica_groups=")[2]
   if not text or text.startswith("{}"):

@@ -41,7 +41,7 @@ from jaxsparse.transform.metrics import metrics
 from jaxsparse.types import Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
-# Messages grow until one takes `_LONG` seconds, to max(n, this) words.
+# Messages grow until one takes `_LONG` seconds, or has max(n, this) words.
 _MIN_LIMIT = 2**18
 # messages of a chain, which makes the overhead of the clock and of the call small
 _CHAIN_LENGTH = 8
@@ -240,10 +240,10 @@ def fit(
     mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links
       are measured too.
     axis: of the mesh.
-    n: number of gradient entries whose arithmetic is timed, and words of the longest
-      message; or the parameters, as for `js.costs.count`. Arithmetic is taken as linear
-      in the entries, from few entries and n. Caches make it nonlinear: choose an n
-      close to that of your model.
+    n: number of gradient entries whose arithmetic is timed; or the parameters, as for
+      `js.costs.count`. Messages have at most max(n, 2^18) words. Arithmetic is taken as
+      linear in the entries, from few entries and n. Caches make it nonlinear: choose an
+      n close to that of your model.
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average
       gradients, and SparDL with every number of teams. Those whose words depend on the
@@ -258,7 +258,7 @@ def fit(
 
   Raises:
     ValueError: for one worker, which sends nothing, an algorithm that does not fit the
-      number of workers, or an algorithm that no label names.
+      number of workers, or one that has no label, such as a collective of your own.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -365,11 +365,11 @@ def candidates(
   densities: Sequence[float],
   n: Entries = 1,
 ) -> list[str]:
-  """Labels of all algorithms that average gradients, recommended ones first, at each density; SparDL with all teams.
+  """Labels of all algorithms that average gradients, at each density, recommended ones first.
 
-  A2SGD is not among them: its workers apply different totals, which is not an average
-  of gradients. Nor is PowerSGD if n is a number, since its words depend on the shapes
-  of leaves.
+  SparDL has a label for every number of teams. A2SGD is not among them: its workers
+  apply different totals, which is not an average of gradients. Nor are PowerSGD and
+  rows if n is a number, since their words depend on the shapes of leaves.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
@@ -421,7 +421,7 @@ def _label_of(algorithm: Any) -> str:
 
 
 class _Meter:
-  """Times programs that all workers run at once, with gradients of n entries and messages of up to n words.
+  """Times programs that all workers run at once, with gradients of n entries and messages of up to max(n, 2^18) words.
 
   Attributes:
     engine: runs a program on each device of each worker.
@@ -443,7 +443,7 @@ class _Meter:
     return float(self._watch.gather(seconds).max())
 
   def measure_links(self) -> tuple[float, float, float]:
-    """(α, β, γ) of messages from each worker to its successor."""
+    """(α in s, β in s per byte, γ) of messages from each worker to its successor."""
     # All workers send at once, as in a round of an update.
     send = lambda comm, x: comm.shift(x, 1)
     # A message of 4 words takes the latency α alone. `seconds` is the time of a message
@@ -477,14 +477,15 @@ class _Meter:
     reduce_beta: float,
     budget: float,
   ) -> Algorithm:
-    """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does.
+    """The measurements of an algorithm; repetitions of its update end after about `budget` seconds.
 
     Args:
       label: the name and options of the algorithm.
       collective: the collective of `label`, for gradients of n entries.
       grads: the gradients of all workers, f32[n] each.
       reduce_beta: seconds per byte of the platform's all-reduce in float32.
-      budget: seconds for repetitions.
+      budget: seconds for repetitions of the update with n and with few entries.
+        Compilation and all other measurements come on top.
     """
     # The trace tells whether words go by XLA's all-reduce, which has its own α and β.
     jaxpr = schedule(collective, self.n, self.engine.workers)
@@ -500,8 +501,8 @@ class _Meter:
     # If n is as small as the gradients below, overhead counts as arithmetic.
     overhead = 0.0
     if self.n > _SMALL_SIDE**2:
-      # An update of few entries, here from seed 0, mostly takes the time to start its
-      # operations; the arithmetic of so few is neglected.
+      # An update of few entries mostly takes the time to start its operations: the
+      # arithmetic of so few is neglected. These gradients, too, are those of seed 0.
       few = timing.gradients(self.engine, _SMALL_SIDE**2)(0)
       overhead = self._measure_alone(self._resized(label), few, budget)
     # Clocks are inexact: this keeps arithmetic from falling below 0.
@@ -513,7 +514,8 @@ class _Meter:
   def _measure_alone(
     self, collective: Collective, grads: jax.Array, budget: float
   ) -> float:
-    """Seconds of an update without its messages, within half of `budget`: the large and the small update share it."""
+    """Seconds of an update without its messages; its repetitions end after about half of `budget` seconds."""
+    # The update with n entries and that with few share the budget.
     times, _ = timing.alone(
       self.engine, self._watch, collective, grads, self._repetitions, budget / 2
     )
@@ -526,14 +528,14 @@ class _Meter:
     # k must not be more than the number of entries.
     if "k" in options:
       options = options | {"k": min(options["k"], _SMALL_SIDE**2)}
-    # Shapes, not a number of entries, since PowerSGD needs them.
+    # Shapes, not a number of entries, since PowerSGD and rows need them.
     matrix = jax.ShapeDtypeStruct((_SMALL_SIDE, _SMALL_SIDE), jnp.float32)
     return make_sized(name, matrix, self.engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
-    # If words depend on the shapes of leaves, the formula counts as exact; it has the
-    # larger of sizes that alternate from step to step.
+    # If words depend on the shapes of leaves, as with PowerSGD and rows, the formula
+    # counts as exact, though it is an upper bound where sizes vary.
     if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
     update = timing.Update(self.engine, collective, self.engine.comm, _FILL_ENTRIES)
@@ -551,7 +553,8 @@ class _Meter:
     """Times a short and a long message, which give latency and bandwidth.
 
     Args:
-      send: sends one worker's message: (comm, f32[words]) -> an array of as many words.
+      send: sends one worker's message: (comm, f32[words]) -> an array of as many
+        entries.
       short: words of the short message.
 
     Returns:
@@ -597,7 +600,8 @@ class _Meter:
     )
     row = self.engine.spread(np.arange(words, dtype=np.float32))
     time_once = lambda: self._watch.time(program, row)[0]
-    # The first call also compiles: it counts only if the others' median is even longer.
+    # The first call also compiles, so it is an upper bound: it counts only where the
+    # median of the others is longer still.
     first = time_once()
     times = timing.repeat(time_once, self._repetitions, budget=4 * _LONG)
     return min(first, statistics.median(times))

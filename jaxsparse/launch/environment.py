@@ -43,8 +43,8 @@ def read_launched() -> list[RankCount] | None:
 def read_mpi() -> list[RankCount] | None:
   """What a launcher of MPI states; None where none has started this process, or where Slurm counts.
 
-  mpirun may start its ranks by srun: mpirun counts. But an mpirun of one rank, such as
-  a shell, does not count where srun states several tasks. srun sets variables of PMI
+  mpirun may start its ranks by srun: mpirun counts. But an mpirun of one rank, as that
+  of a shell, does not count where srun states several tasks. srun sets variables of PMI
   and PMIx, too: if they agree with its number of tasks, they are not MPI's.
   """
   # The number of ranks of this library's launcher, which starts mpirun with
@@ -77,7 +77,7 @@ def read_slurm() -> list[RankCount] | None:
 
 
 def _read_step() -> list[RankCount]:
-  """What srun states; [] where it has not started this process. A batch script has variables of it, but no step.
+  """What srun states; [] where it has not started this process. A batch script has variables of Slurm, but no step.
 
   SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step
   of one task, it is that of the job.

@@ -35,6 +35,7 @@ from typing import Any
 # Variables of the environment that the launcher gives its ranks: the folder of records,
 # whether lines of output get a prefix, the address of JAX's coordinator, the number of
 # this rank, the number of ranks, of devices of each rank, and of restarts of the run.
+# Ranks of mpirun get neither the address nor the number of this rank.
 RECORDS = "JAXSPARSE_RECORDS"
 PREFIX = "JAXSPARSE_PREFIX"
 COORDINATOR = "JAXSPARSE_COORDINATOR"
@@ -128,7 +129,7 @@ def die_with_parent(signal_number: int, parent: int) -> None:
 
 
 def _main() -> None:
-  """Runs the guard; its exit status is that of the command, 128 + n where signal n ended the command or the guard."""
+  """Runs the guard; its exit status is that of the command, 128 + n if signal n ended it; 143 if told to end."""
   launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
   is_rank = kind == "rank"
   # Signals are blocked, and received by `sigwait` in `_wait`. SIGCHLD would never come

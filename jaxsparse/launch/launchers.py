@@ -41,8 +41,9 @@ class Launcher(NamedTuple):
     name: for people.
     read: the numbers of ranks that it states, perhaps none; None in a process that it
       has not started.
-    options: from what `read` has returned to arguments of `jax.distributed.initialize`;
-      raises RuntimeError where they would name another run.
+    options: from what `find` has returned to arguments of `jax.distributed.initialize`;
+      raises RuntimeError where variables are missing or do not fit, ImportError where a
+      package is missing.
     rank: its variable for the number of this rank, which must agree with RANK; "" for
       no check.
     is_inner: whether RANK and WORLD_SIZE may be those of an outer launcher, and need
@@ -256,7 +257,8 @@ def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
   if rank and _URI in os.environ:
     return {"cluster_detection_method": "ompi"}
   # Open MPI 5 gives no address of rank 0, but a name of the run, from which all ranks
-  # derive a port. If all ranks are on this host (`here`), the address is loopback.
+  # derive a port. If all ranks are on this host, which has `here` of them, the address
+  # is loopback.
   port = 61_440 + zlib.crc32(os.environ.get("PMIX_NAMESPACE", "").encode()) % 4_096
   address = os.environ.get(_ADDRESS) or (f"127.0.0.1:{port}" if size == here else None)
   if size and rank and address:

@@ -39,13 +39,13 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
   Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of
-  srun; pods of a JobSet or a Job of Kubernetes; hosts of a Cloud TPU; and processes
-  with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one launcher has started
-  another, the inner one counts, which comes first in this list. It is an error if
-  variables of two launchers contradict each other, or if the number of ranks is not
-  what a variable states: with an MPI other than that of mpirun, for example, each rank
-  would train alone. PMIx alone states no number; there only ranks above 0 notice that
-  they train alone.
+  srun; pods with TPUs of GKE; processes with RANK, WORLD_SIZE, MASTER_ADDR and
+  MASTER_PORT; pods of a JobSet or a Job of Kubernetes; and hosts of a Cloud TPU. Where
+  one launcher has started another, the inner one counts, which comes first in this
+  list. It is an error if variables of two launchers contradict each other, or if the
+  number of ranks is not what a variable states: with an MPI other than that of mpirun,
+  for example, each rank would train alone. PMIx alone states no number; there only
+  ranks above 0 notice that they train alone.
 
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
@@ -268,7 +268,8 @@ def _has_lost_another(said: str) -> bool:
     watch.read_life(pathlib.Path(folder), rank)
     for rank in range(int(os.environ[guard.RANKS]))
   ]
-  # Another rank has left the run in order, or has failed for a reason of its own.
+  # Another rank has left the run in order, is stopped, or has failed for a reason of
+  # its own.
   return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
 
 

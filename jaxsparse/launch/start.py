@@ -34,7 +34,7 @@ _MALLOC = {
 TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
-# the variable of the environment that has them
+# the variable of the environment that has these settings
 MALLOC = {
   "GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())
 }
@@ -172,11 +172,11 @@ def _hosts_here() -> list[Host]:
 
 
 def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
-  """How many ranks start again; raises the error if the run is not started again.
+  """How many ranks start again; raises RunFailed if the run is not started again.
 
   Args:
-    error: why the last attempt has failed; `error.lost` are the ranks that died, are
-      stopped or did not join. It is empty for other failures, after which none start.
+    error: why the last attempt has failed. Without `error.lost`, the ranks whose loss
+      made it fail, none start again.
     ranks: number of ranks of the last attempt.
     min_ranks: the smallest number of ranks to go on with.
     restarts: how many restarts remain.
@@ -247,7 +247,7 @@ def _wait(
   limits: dict[str, float],
   signals: list[int],
 ) -> None:
-  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails.
+  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed if one fails or is overdue.
 
   Args:
     processes: the guard of each rank, or one guard of mpirun.
@@ -261,7 +261,7 @@ def _wait(
   def look() -> tuple[list[Life], list[int | None]]:
     # the state of each rank, and the status of each process, None while it runs
     statuses = [process.poll() for process in processes]
-    # Under mpirun the one guard's status is not that of a rank.
+    # The status of mpirun's one guard is taken for a rank's only if there is one rank.
     guards = statuses if len(statuses) == ranks else [None] * ranks
     return [
       watch.read_life(folder, rank, status) for rank, status in enumerate(guards)
@@ -401,8 +401,8 @@ def _processes(
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      # Kills what a guard has left that was killed, or runs elsewhere than on Linux.
-      # macOS raises PermissionError for a group that has ended.
+      # Kills what a guard has left: one that was killed, or that runs on another system
+      # than Linux. macOS raises PermissionError for a group that has ended.
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()

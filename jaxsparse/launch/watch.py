@@ -27,8 +27,8 @@ class RunFailed(RuntimeError):
   """A run failed; the message names the rank that caused it.
 
   Attributes:
-    lost: the ranks that died, are stopped or did not join; none where the run failed
-      for another reason.
+    lost: the ranks that died, are stopped or did not join, or that left the run so that
+      the connections of others failed; none where the run failed for another reason.
   """
 
   def __init__(self, message: str, lost: Collection[int] = ()):
@@ -96,14 +96,15 @@ def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Lif
     folder: of the records of a run.
     rank: number of the rank.
     status: exit status of its guard, which is taken for the rank's where the guard was
-      killed before it recorded one; None while the guard runs, and under mpirun.
+      killed before it recorded one; None while the guard runs, and under mpirun of
+      several ranks.
   """
   life = Life(rank)
   file = folder / str(rank)
   steps = folder / f"{rank}.steps"
   # Ranks and guards append JSON lines of fields of `Life`; the last value counts.
   text = file.read_text() if file.exists() else ""
-  for line in text.split("\n")[:-1]:  # the last piece is a line that is still written
+  for line in text.split("\n")[:-1]:  # the last piece is empty or incomplete
     life = life._replace(**json.loads(line))
   if status is not None and life.ended == _NEVER:
     life = life._replace(ended=time.monotonic(), status=status, stopped=_NEVER)

@@ -137,7 +137,7 @@ class BitBlocks:
     Args:
       addends: as in `encode`.
       skip: as in `encode`.
-      unpadded: number of first blocks that `addends` have whole.
+      unpadded: number of leading blocks that lie whole in `addends`.
       entries: i32[count], entries of each block that are no padding.
     """
     # Long vectors are folded row by row, which XLA on CPU vectorizes; in short ones
@@ -206,7 +206,7 @@ class BitBlocks:
 
     Args:
       compute: computes the arrays of some blocks, as in `Pass`.
-      unpadded: the number of first blocks without padding.
+      unpadded: the number of leading blocks without padding.
       count: the number of blocks.
       *kinds: uint32 for the words of codes [count, width], else a dtype for one number a
         column [count, columns].
@@ -318,7 +318,8 @@ class BitBlocks:
     if self.bits > 1:
       levels = code & (1 << self.bits - 1) - 1
       magnitudes = scaling.magnitudes(levels, magnitudes, self.bits)
-    # Sets the sign bit of the float, which is cheaper than a product or a choice.
+    # Flips the sign bit of the float where the code has a sign, which is cheaper than a
+    # product or a choice. Steps of rounding errors (`Codes.finish`) may be negative.
     words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
     sign = code >> self.bits - 1 << 31
     return jax.lax.bitcast_convert_type(words ^ sign, jnp.float32)

@@ -20,9 +20,9 @@ class Pass:
   """Computes blocks by `compute`, some at a time, and writes them in place into flat arrays, the results.
 
   Attributes:
-    compute: returns an array for each of the results, of `count` blocks from block
-      `start` on; `start` is an int where blocks may be padded, else i32[]. `results`
-      are the flat arrays as they are so far.
+    compute: takes (start, count, results) and returns an array for each of the results,
+      of `count` blocks from block `start` on; `start` is an int where blocks may be
+      padded, else i32[]. `results` are the flat arrays as they are so far.
     unpadded: number of blocks that are not padded.
     count: number of all blocks.
     sizes: entries of a block in each of the results.

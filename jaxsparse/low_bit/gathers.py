@@ -24,8 +24,8 @@ def all_gather(
   result, with the same `bits`. Q rounds as `js.nbit_transform` does, with a step for
   each 32 entries; rounding errors are not kept.
 
-  Each worker sends ⌈log₂P⌉ messages, with P − 1 parts in all. They have 0.26 times the
-  words of float32 with 8 bits, 0.13 times with 4.
+  Each worker sends ⌈log₂P⌉ messages, with P − 1 parts in all. With 8 bits an entry they
+  have about 0.25 times the words of float32, with 4 bits 0.13 times.
 
   Args:
     x: float[…], the part of this worker; the same shape at all.

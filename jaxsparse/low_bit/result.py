@@ -65,7 +65,8 @@ class Codes(NamedTuple):
 
     def write(start: jax.Array | int, count: int, buffers: Arrays) -> Arrays:
       """(next residual, update) of `count` blocks from `start` on; `buffers` are the residual and the gradient."""
-      # A GPU takes all blocks in one call, other devices a few at a time.
+      # A GPU takes all blocks in one call, other devices only those of a short
+      # vector, of fewer than 8 blocks without padding.
       at_once = isinstance(start, int) and count == used
       before, entered = self._read(start, count, buffers, at_once)
       shape = (count, ROWS, blocks.columns)

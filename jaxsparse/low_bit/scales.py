@@ -28,7 +28,7 @@ class _Code(NamedTuple):
     first: the exponent j of the smallest ratio, 0.84 · √2ʲ.
     single: exponents up to that of ratio number `single` are 1 apart, later ones 2.
     ratio_count: the number of ratios. A column has the largest ratio that is at most
-      its maximum divided by the mean of its block's maxima.
+      its maximum divided by the mean of its block's maxima, or the smallest if none is.
   """
 
   smallest: int
@@ -102,7 +102,8 @@ def of_columns(
   mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
   code = _CODES[bits]
   columns = maxima.shape[1]
-  # The number of a column's ratio: how many ratios above the smallest it reaches.
+  # The number of a column's ratio: how many ratios above the smallest its maximum
+  # reaches.
   reached = [maxima >= mean[:, None] * ratio for ratio in code.ratios[1:]]
   numbers = functools.reduce(jnp.add, [flags.astype(jnp.uint32) for flags in reached])
   # how many numbers of 3 or 4 bits a word has
@@ -149,7 +150,8 @@ def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
     bits: 2, 4 or 8.
   """
   code = _CODES[bits]
-  # As in `_Code.ratios`: c · 0.84 · √2ʲ, with the power of 2 as the bits of a float.
+  # Ratio number i is 0.84 · √2ʲ: j begins at `first`, and rises by 1 up to number
+  # `single`, from there by 2. The power of 2 is written as the bits of a float.
   later = jnp.maximum(numbers, code.single) - code.single
   exponents = code.first + (numbers + later).astype(jnp.int32)
   even = code.share * _BASE

@@ -52,8 +52,8 @@ def bucketed_transform(
   Each group has a collective and a residual of its own, so a sparse one delivers its
   share of every group; with `k` the k entries are shared out to the groups in
   proportion to their sizes. Laws C and R hold over the whole, and a NaN or Inf in one
-  group skips the step for all. Simultaneous groups wait for the same earlier groups and
-  not for each other: the runtime chooses which of them starts first.
+  group skips the step for all. A simultaneous group does not wait for the groups that
+  it overlaps with: the runtime chooses which of them starts first.
 
   Like every jaxsparse transform it stands before the optimizer in its chain, and runs
   inside `jax.shard_map` over `axis`; see `js.make_transform`. In a `jax.jit` of your

@@ -123,6 +123,7 @@ def measure(
   check_batch(batch, engine)
   specs = PartitionSpec(), PartitionSpec(axis)
   gradients = _gradients_of(loss_fn, has_aux)
+  # done[i]: operations until the first i gradients in this order are ready
   order, done = order_backward(_trace(gradients, engine, params, batch))
   # How many leaves each program computes the gradients of, in the order of backward.
   bounds = choose_cuts(done, cuts)
@@ -207,8 +208,8 @@ def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
 
   Returns:
     The numbers of the leaves in the order of their gradients; and f64[leaves + 1],
-    estimated operations of backward before the first gradient, 0, and after each. The
-    index in the order is added to each, so that they increase strictly.
+    estimated operations of backward before the first gradient, 0, and after each. To
+    each its index is added, so that they increase strictly.
   """
   # Operations before each equation, and at the end; `_find_makers` appends them.
   done = [0.0]

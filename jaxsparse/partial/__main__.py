@@ -80,7 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _prepare_keys(
   path: pathlib.Path | None, folder: pathlib.Path | None, workers: int
 ) -> Keys | None:
-  """Reads the keys of the server, and first writes the files of keys if they do not exist.
+  """Reads the keys of the server; first makes the file, or the folder with its files, if it does not exist.
 
   Args:
     path: file of one key pair that the server and all workers share, or None.
@@ -115,8 +115,8 @@ def main() -> None:
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   make = Quorum if "quorum" in options else Controller
   try:
-    # `zmq` raises ModuleNotFoundError where pyzmq is missing: hence within `try`, and
-    # only the second `except` uses `refusals`.
+    # Where pyzmq is missing, `zmq.ZMQError` raises ModuleNotFoundError, and `refusals`
+    # stays unset: the first `except` catches that error before the second one is read.
     refusals = TypeError, ValueError, OSError, zmq.ZMQError
     controller: Controller | Quorum = make(**options)
     keys = _prepare_keys(*paths, options["workers"])

@@ -38,9 +38,10 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
   remove others.
 
   Args:
-    optimizer: "adam", or `js.scale_by_window_adam` where each worker has its own;
-      "muon", optax's, with Adam at 1/20 of the rate for leaves that are no matrices;
-      "sgd"; or a function rate -> optax transformation, your own.
+    optimizer: "adam", optax's, and where each worker has its own optimizer
+      `js.scale_by_window_adam` in its place; "muon", optax's, with Adam at 1/20 of the
+      rate for leaves that are no matrices; "sgd"; or a function rate -> optax
+      transformation, your own.
     workers: number of workers P, the window of Adam.
 
   Raises:

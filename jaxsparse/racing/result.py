@@ -15,7 +15,9 @@ DENSE = "dense"
 # the mean product of two workers' gradients over their mean square.
 _SHARE = 0.6
 _MARGIN = 0.05
-_MAX_PERCENT = 2.0  # above dense's loss, of a method that is good enough
+# the most percent above dense's loss, for a method that is good enough; `notes` also
+# names methods whose percent above dense's has a larger deviation over the seeds
+_MAX_PERCENT = 2.0
 
 
 class Row(NamedTuple):
@@ -25,7 +27,7 @@ class Row(NamedTuple):
     method: its name.
     rate: the best learning rate.
     multiple: `rate` over the user's own rate.
-    tried: [multiple, mean loss over the seeds where its training ended] of each rate,
+    tried: [multiple, mean loss over the seeds when it was last compared] of each rate,
       in ascending order.
     steps: after which the model was evaluated. They go on behind the steps of the race
       while dense's loss was not reached.
@@ -66,7 +68,7 @@ class Race:
   Attributes:
     rows: a `Row` for each method that was tried, dense first.
     steps: the steps after which losses are compared. A method whose loss is then above
-      dense's trains on, until dense's loss.
+      dense's trains on until dense's loss, for about half as many steps more at most.
     workers: number of workers P.
     entries: number of parameters n.
     rate: the user's own learning rate.

@@ -64,8 +64,9 @@ def race(
     loss_fn: as for `js.make_train_step`.
     params: the parameters; or a function of the seed, 0, 1, …, that returns them.
     batches: a function of the step that returns the batch of all workers, which is
-      called with steps up to `1.5 · seeds · steps`; or an iterable of batches that can
-      begin again. Each seed has other batches, or the same ones from another start.
+      called with steps up to about `1.5 · seeds · steps`; or an iterable of batches
+      that can begin again. Each seed has other batches, or the same ones from another
+      start.
     evaluate: (params) -> float, the loss on held-out data; (params, model_state) with a
       model state.
     workers: number of workers P, or a mesh.

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
   named: dict[str, ArrayTree]  # arguments of each step, besides those below
   rng: jax.Array | None  # the key of the race, for `loss_fn`; None for no key
   model_state: ArrayTree  # before the first step; None for no model state
-  # optimizer state -> what to keep of it after each step; None keeps nothing
+  # optimizer state -> what to keep of it after each step; by default None, nothing
   read: Callable[[ArrayTree], ArrayTree] = lambda _: None
   loss_of: Callable[..., float] = float  # result of `evaluate` -> the loss
 
@@ -106,7 +106,7 @@ class Program:
       # None, for no keys, is a tree without leaves, and stays None.
       key, batch = jax.tree.map(lambda x: x[index], (keys, batches))
       options = place | setting.options
-      # `run` donates its arguments: a step within it need not.
+      # `run` donates `trained`: a step within it need not.
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       of_step = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(
@@ -183,7 +183,7 @@ class Training:
         self.tenth = jax.tree.map(jnp.copy, self.trained[0])
 
   def _evaluate(self) -> float:
-    """The loss of the parameters on held-out data; Inf where it is NaN, so that losses can be sorted."""
+    """The loss of the parameters on held-out data; Inf where it is not finite, so that losses can be sorted."""
     params, _, model_state = self.trained
     arguments = (params,) if model_state is None else (params, model_state)
     setting = self.program.setting

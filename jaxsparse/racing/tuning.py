@@ -32,7 +32,7 @@ class RaceConfig(NamedTuple):
     setting: what all trainings have in common: workers, loss, options of a step.
     params: the parameters before the first step: a pytree, or a function of the seed.
     batches: a function of the step, or an iterable.
-    steps: of each training; methods above dense have up to `most`, half as many more.
+    steps: of each training; methods above dense have up to `most`, about half more.
     rate: the user's learning rate.
     multiples: multiples of `rate` to try, ascending.
     seeds: number of trainings of each method at each rate.
@@ -113,7 +113,7 @@ class RaceConfig(NamedTuple):
     }
     # Mean loss of each multiple over the seeds, when it was last compared.
     tried = dict[float, float]()
-    # Successive halving: all rates are compared after `count` evaluations.
+    # Successive halving: the remaining rates are compared after `count` evaluations.
     for count in (*_HALVED_AFTER, _EVALUATIONS):
       # `every` is rounded up: `count` evaluations may be more than all steps.
       until = min(self.steps, count * self.every)
@@ -147,7 +147,7 @@ class RaceConfig(NamedTuple):
 
   def _reach(self, trainings: list[Training], dense: Row) -> None:
     """Trains each seed on until it reaches dense's loss from the same seed, or has `most` steps."""
-    # Dense's losses after the steps of the race; `dense` is its row.
+    # Index of dense's losses after the steps of the race; `dense` is its row.
     at_end = dense.steps.index(self.steps)
     for training, losses in zip(trainings, dense.losses, strict=True):
       # Any earlier evaluation counts, even if the loss rose again.

@@ -60,9 +60,9 @@ class Pending(NamedTuple):
 class TopKAccumulator:
   """Blocks of which the k largest entries of a row are sent, or those of them that reach a known threshold.
 
-  Rows are those of `Blocks`. Each row is selected once; after that, entries are added
-  to row 0 only. Indices of entries are block-relative; index `length` and value 0 are
-  an empty slot. `ChunkAccumulator` has the same methods.
+  Rows are those of `Blocks`. Each row is selected once. Entries are added to a row
+  before its selection, to row 0 after it, too. Indices of entries are block-relative;
+  index `length` and value 0 are an empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
     blocks: the layout, and the vector at the start of the step: `x` is
@@ -300,7 +300,8 @@ def pending_nonzero(
   # residual is 0 or x.
   if not returned:
     return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
-  # The indices of the total in ascending order, n in empty slots.
+  # The delivered indices, ascending, as `pending_returned` needs them; `nonzero` has n
+  # or more in empty slots.
   ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
   return pending_returned(x, ascending, sent, returned)
 

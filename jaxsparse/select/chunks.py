@@ -50,7 +50,7 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
            [ 4.,  0.]], dtype=float32))
   """
   rows = -(-x.size // length)
-  # A TPU sorts, in 16 pieces, one after the other, that bound the memory of a sort.
+  # A TPU sorts about 16 pieces, one after the other, which bounds the memory of a sort.
   on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
   # Groups of 8 save sorting where the k best groups are at most half of a chunk; else a
   # GPU sorts as a TPU does.
@@ -60,7 +60,8 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
     else on_tpu
   )
   # Whether `_by_threshold` serves: chunks of a multiple of 256 entries, for its bitset,
-  # that are cut into groups of at least four entries. Both numbers are powers of two.
+  # that are cut into groups of at least four entries. 256 and the number of groups are
+  # powers of two, so the larger is a multiple of both.
   groups = _groups(k)
   multiple = max(bitset.GROUP * bitset.BITS, groups)
   bracketed = length % multiple == 0 and 4 * groups <= length

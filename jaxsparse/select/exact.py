@@ -123,8 +123,8 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
   # deviation is the root of its mean.
   mean = size * k / length
   rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
-  # `rank` entries of the sample reach the threshold: in proportion, and with a
-  # deviation, these are the entries of the block that do.
+  # `rank` entries of the sample reach the threshold. In proportion, with 3.5 deviations
+  # more, that is the number of entries of the block that reach it.
   slots = bitset.align(int(k * (rank + _DEVIATIONS * rank**0.5 + 1) / mean))
   # A short block is sorted whole. Candidates that are half of a block, or more, save
   # nothing.
@@ -201,7 +201,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   slots = begin[:, None] + iota(capacity)[None]
   starts_of_rows = (blocks.order * length)[:, None]
   relative = flat[jnp.minimum(slots, flat.size - 1)] - starts_of_rows
-  # A row that ends at the last slot of `flat` may be cut off.
+  # `flat` has too few slots for the candidates of a row that ends beyond it.
   fits = (end - begin <= capacity) & (end < flat.size)
   indices = jnp.where(slots < end[:, None], relative, length)
   # With a given threshold fewer than k entries may reach it, so none are needed.
@@ -286,8 +286,9 @@ def search_among(
     gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros
   )
   largest, known = search(candidates.indices, candidates.low, read, blocks, least)
-  # `known`: how many candidates of a row reach `low`, or k if proven otherwise. About
-  # once in some thousand searches it is not proven: then all entries are searched.
+  # `known`: how many candidates of a row reach `low` (on a GPU 0 if fewer than k do),
+  # or k if proven otherwise. About once in some thousand searches it is not proven:
+  # then all entries are searched.
   proven = candidates.fits & (known >= candidates.needed)
   return varying.cond(proven.all(), lambda: largest, search_all)
 
@@ -375,8 +376,8 @@ def _by_count(
 
   Returns:
     (i32[rows, k], i32[rows]): the entries, `length` in empty slots; and the number of
-    candidates that reach `low`, or k where no entry besides candidates can be selected:
-    with `least` and a `low` of 1: the other entries are zeros, which are below `least`.
+    candidates that reach `low`. With `least` it is k where `low` is 1: the entries that
+    are not candidates are then zeros, which are below `least`.
   """
   keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
   # Not all entries below `low` are candidates, so the candidates there prove nothing.
@@ -400,7 +401,8 @@ def _by_count_with_zeros(
   """As `_by_count`, but rows of fewer than k non-zero entries are filled up with their first zeros.
 
   These zeros are among the first k entries of the block. Not used on TPUs, where the
-  sort takes long to compile.
+  sort takes long to compile. Arguments and results are those of `_by_count`; the second
+  result is k wherever `low` is 1.
   """
   largest, reached = _by_count(indices, low, read, blocks, least)
 
@@ -409,6 +411,7 @@ def _by_count_with_zeros(
     is_zero = keys_of(read(first)) == 0
     return jnp.sort(_append(largest, reached, is_zero, first), axis=1)
 
+  # Zeros do not reach `least`, which is at least 1.
   if least is None:
     largest = varying.cond((reached < blocks.k).any(), add_zeros, lambda: largest)
   # Where `low` is 1, the smallest key above 0, all entries besides candidates are 0:
@@ -449,8 +452,8 @@ def _by_bisection(blocks: Blocks) -> jax.Array:
 
   def read(start: jax.Array) -> jax.Array:
     first, *others = blocks.x.parts
-    # Always true, for a single block: XLA makes a slice of the whole vector the vector,
-    # which does not depend on `start`, and would compute its keys once and store them.
+    # Always true. Without it XLA would replace the slice of a single block by the whole
+    # vector, which does not depend on `start`, and would compute and store its keys.
     first = jnp.where(start >= 0, first, 0.0)
     return keys_of(LazySum((first, *others)).slice(start, blocks.length))
 
@@ -491,7 +494,7 @@ def top_k_of_entries(
 
   Args:
     entries: [c], each index once; empty slots anywhere.
-    k: i32[], at most `slots`; all entries are kept if they are fewer.
+    k: an int or i32[], at most `slots`; with fewer than k entries all are kept.
     slots: number of slots of the result.
     end: length of the vector.
 
@@ -512,7 +515,7 @@ def top_k_of_entries(
   indices = jnp.pad(entries.indices, more)[None]
   count = jnp.minimum(k, sparse.count(entries, end))
   cut = kth_largest(keys, indices, count)
-  # For k = 0 `kth_largest` selects as for k = 1.
+  # For k = 0 `kth_largest` may select an entry.
   chosen = cut.selects(keys, indices)[0, :size] & (count > 0)
   kept = sparse.compress(entries, chosen, slots, end)
   return kept, sparse.where(~chosen, entries, end)

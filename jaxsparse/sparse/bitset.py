@@ -57,8 +57,8 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
   # Whole rows, each of which becomes 128 words.
   padded = jnp.pad(flags, (0, -flags.size % _ROW))
   rows = padded.reshape(-1, BITS, _LANES)
-  # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + ⌊lane / 32⌋, both by
-  # shifts and masks.
+  # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + ⌊lane / 32⌋. Shifts
+  # and masks compute both numbers.
   row, lane, half = (
     jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis)
     for axis in range(3)
@@ -75,7 +75,7 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
     rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32
   )
   lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
-  # without the words that consist of padding only
+  # without the words after those of the last group of 256 flags, which may be partial
   return (lower | upper << 16).reshape(-1)[: align(flags.size) // BITS]
 
 

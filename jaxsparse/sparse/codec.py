@@ -170,7 +170,7 @@ class _IndexSet(_Formatted):
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
     flags = jnp.zeros(bits, jnp.bool_)
     high = bitset.pack(sparse.put(flags, bit.reshape(-1), True))
-    # `pack` fills its last group of 8 words; these words are not sent.
+    # `pack` fills its last group of 8 words with zeros, which are not sent.
     high = high[: rows * count].reshape(rows, count)
     return fields.pack(indices & ((1 << low) - 1), low), high
 

@@ -48,7 +48,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
   count = len(indices)
   if not count:
     return [np.zeros(1, np.uint32)]
-  # None of the given entries is 0, so 1 less loses nothing and has fewer bits.
+  # None of the given entries is 0, so 1 less is no negative number, and may be shorter.
   numbers = numbers - np.uint32(1)
   width = _width(numbers)
   # The high bits are again an array of which most entries are 0: the next level.
@@ -117,7 +117,7 @@ def after(
 def each_piece(
   function: Callable[..., Any], *arrays: Sequence[np.ndarray]
 ) -> list[Any]:
-  """The results of `function` for each piece of the arrays, in their order; large pieces run in threads.
+  """The results of `function` for each piece of the arrays, in their order; in threads if a piece is large.
 
   Args:
     function: takes a piece of each of `arrays`; a piece has at most 2²² entries.
@@ -231,7 +231,7 @@ def _width(numbers: np.ndarray) -> int:
   # overhead of a further level: its first word, and words that are not full
   size += 2 * fields.BITS * (above > 0)
   # Of equal sizes the largest width: 0 is then chosen only where some numbers are 0,
-  # and drop out. So each level is smaller than the one before, or has less bits.
+  # and drop out. So the next level has fewer numbers, or numbers of fewer bits.
   return fields.BITS - 1 - int(np.argmin(size[::-1]))
 
 
@@ -250,8 +250,8 @@ def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
     lows = gaps & ((1 << low) - 1)
     # The rests, in place: new arrays would take longer than the arithmetic.
     gaps >>= low
-    # The bit of index i: behind q zeros for the rest q of each gap up to its own, and a
-    # one for each earlier index.
+    # The bit of each index comes after q zeros for the rest q of each gap up to its
+    # own, and a one for each earlier index.
     gaps += 1
     ones = np.cumsum(gaps, out=gaps)
     ones -= 1

@@ -92,7 +92,7 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   # + 1, so that the largest key falls into the last bin
   width = jnp.maximum(most - least, 0) // MAGNITUDES + 1
   bin_of_value = jnp.where(is_zero, 0, (keys - least) // width + 1)
-  # Sums of magnitudes up to 1 do not overflow.
+  # Divided by the unit, magnitudes are below 4, so that their sums do not overflow.
   unit = unit_of(jnp.max(magnitudes, axis=1, keepdims=True))
   means = _bin_means(magnitudes / unit, bin_of_value, range(1, MAGNITUDES + 1))
   # Rounding may lift the mean of finite values above the largest finite number.

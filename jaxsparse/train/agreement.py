@@ -53,9 +53,9 @@ def agreement(
 
   Small batches differ by chance, shuffled or not. Where `own` is well below `shuffled`,
   workers have data of different kinds: then local steps, and optimizers that each
-  worker has of its own, lose accuracy (`docs/how_to/different_data.md`). Call it before
-  training and after some hundred steps, on a large batch: it compiles two gradients,
-  gathers the batch on every worker, and all-reduces whole gradients.
+  worker has of its own, lose accuracy (`docs/how_to/different_data.md`). Call it on a
+  large batch, before training and after some hundred steps. A call is slow: it compiles
+  two gradients, gathers the batch on every worker, and all-reduces whole gradients.
 
   Args:
     loss_fn: (params, batch, **given) -> the loss, or a tuple that begins with it, as
@@ -106,8 +106,8 @@ def agreements(
   `loss_arguments` are keyword arguments of `loss_fn`. All others are as in `agreement`.
   """
   checks.check_not_traced("js.agreement", several, batch, loss_arguments)
-  # `trained` and `optimized` leave out what gets no gradient: slow parameters of
-  # optax.lookahead, and Flax's scales of fp8.
+  # `trained` leaves out slow parameters of optax.lookahead, `optimized` Flax's scales
+  # of fp8, whose "gradients" are their next values.
   leaves = jax.tree.leaves(optimized(trained(several[0])))
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
@@ -155,8 +155,8 @@ def _agreements(
       # `loss_fn` may return a model state and aux behind the loss.
       return returned[0] if isinstance(returned, tuple) else returned
 
-    # Without slow parameters and scales of fp8, which get no gradient; a complex leaf
-    # is two real ones.
+    # Without slow parameters of optax.lookahead and scales of fp8; a complex leaf
+    # becomes two real ones.
     tree = split_complex(optimized(jax.grad(loss)(trained(params))))
     grads = [grad.astype(jnp.float32) for grad in jax.tree.leaves(tree) if grad.size]
     largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
@@ -165,8 +165,8 @@ def _agreements(
     scale = jnp.where(largest > 0, largest, 1.0)
     square_of_mean = jnp.float32(0)
     mean_square = jnp.float32(0)
-    # Entries are divided by the largest one, so that squares neither over- nor
-    # underflow.
+    # Entries are divided by the largest one, so that sums of squares neither overflow
+    # nor underflow.
     for grad in grads:
       unit = jnp.ravel(grad) / scale
       square_of_mean += jnp.sum((comm.all_reduce(unit) / comm.size) ** 2)

@@ -53,7 +53,7 @@ def resize(
       r′_w = P′/P Σ_{v ≡ w mod P′} r_v
 
   With fewer workers each takes over the residuals of several; new workers begin with
-  zeros. This is exact where P′/P is a power of two, else an entry is rounded once, to
+  zeros. This is exact where P′/P is 1, 2, 4, …; else an entry is rounded once, to
   float32. Every worker goes on with the total counters of the old worker that had sent
   most. All else that a collective remembers, `worker` and `shared` of its `js.State`,
   starts anew: thresholds, regions, random steps, momenta, the totals that `js.ef21`
@@ -97,7 +97,7 @@ def resize(
   state = states.with_rows(state)
 
   def restart(row: bool, subtree: OptState) -> OptState:
-    # `row`: whether the subtree is in a worker's own optimizer, with a row for each.
+    # `row`: whether the subtree is in workers' own optimizers, with a row for each.
     if not states.is_reduce_state(subtree):
       return ()
     # A fresh residual of zeros: `_carry_state` fills in what is owed.
@@ -145,12 +145,14 @@ def convert(
 
   Each leaf keeps its residual when the collective, its options, or the groups of leaves
   (`special`, plans) change; for another number of workers it is scaled as by
-  `js.resize`. All else that a transform remembers starts anew, unless its collectives,
-  groups and workers are the old ones. All other transformations must stay the same.
+  `js.resize`. Total counters go on. All else that a transform remembers starts anew,
+  unless its collectives, groups and workers are the old ones. All other transformations
+  must stay the same.
 
   `every` of `js.local_steps` may change; for 1 no movement may be pending. The new
   chain may begin local steps: `inner` is then the optimizer that followed the
-  transform, each worker gets a copy of its state, and the state of `outer` is new.
+  transform, and each worker gets a copy of its state. The state of `outer` is new, but
+  for its transform, which goes on as above.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -183,7 +185,7 @@ def convert(
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
   # Local steps begin: the state is first brought to the new number of workers, each of
-  # which then gets a copy of the optimizer.
+  # which then gets a copy of the optimizer's state.
   if states.local_states(fresh) and not states.local_states(state):
     state = _start_local(resize(state, params, mesh, axis=axis), fresh)
   return _carry_state(engine, state, fresh, params)
@@ -192,7 +194,7 @@ def convert(
 def _carry_state(
   engine: Engine, state: OptState, fresh: OptState, params: optax.Params
 ) -> OptState:
-  """`fresh` with the residuals, total counters and other arrays of `state`; ends `js.resize` and `js.convert`.
+  """`fresh` with the residuals, total counters and other arrays of `state`, as `resize` and `convert` return it.
 
   Args:
     engine: the new workers.
@@ -202,8 +204,10 @@ def _carry_state(
     params: the parameters.
 
   Raises:
-    ValueError: if the states differ in more than jaxsparse transforms, or a residual or
-      movement would be lost.
+    ValueError: if transformations other than jaxsparse ones differ, or the leaves that
+      jaxsparse ones see; if a leaf with a residual has another sharding inside a
+      worker; if a residual or movement would be lost; for the state of one rank of MPI,
+      if the number of workers changes.
   """
   reduce_states = states.reduce_states(state)
   # The old P: one number, or the same one for each worker.

@@ -26,7 +26,8 @@ from jaxsparse.types import ArrayTree, Comm, SpecTree
 
 def name_argument(path: jax.tree_util.KeyPath) -> str:
   """The path of an array in the arguments of a step, as errors name it."""
-  # The first key is the index of the argument; the fourth one holds keyword arguments.
+  # The first key is the index of the argument; the fourth argument is a dict of keyword
+  # arguments.
   return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(
     path[1:]
   )
@@ -170,8 +171,8 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
-  # A mesh without devices, or a simulated comm without members, would fail later with a
-  # division by 0.
+  # A mesh without devices, or a simulated comm with `members=0`, would fail later with
+  # a division by 0.
   if not (
     where.devices.size
     if isinstance(where, Mesh)
@@ -214,9 +215,10 @@ class _OnMesh(Engine):
   """Workers along an axis of a mesh whose devices may belong to many processes.
 
   A program is mapped over all axes but those `inside` a worker, along which the
-  compiler partitions it. Arguments that lie on the mesh keep their shardings inside,
-  and so do the results that replace them; others are replicated inside. `_inside` is
-  empty where a worker is one device.
+  compiler partitions it. Arguments that lie on the mesh, and along the workers as their
+  specs say, keep their shardings inside, and so do the results that replace them; all
+  others lie as their specs say. `_inside` is empty where a worker is one device, and in
+  the engine `flat`.
   """
 
   def __init__(
@@ -381,12 +383,14 @@ class _OnMesh(Engine):
       path: of the leaf in the arguments of a step, for errors.
       shape: of the leaf.
       sharding: of the leaf now; None for one without.
-      spec: along the workers; empty for a leaf that is equal on all of them.
+      spec: along the workers, and for arrays of a `ReduceState` also along the axes
+        inside; empty for all other leaves that are equal on all workers.
 
     Raises:
       ValueError: for a leaf that is cut along the workers and must be whole at each.
     """
     # None for an array that does not lie on this mesh: it is placed by `spec` alone.
+    # Trailing None are dropped, to compare with `spec`.
     cut = self._own_spec(sharding)
     along_workers = None if cut is None else _compat.trimmed(self._without_inside(cut))
     if along_workers and not spec:
@@ -394,7 +398,8 @@ class _OnMesh(Engine):
         f"{name_argument(path)} of shape {shape} is sharded as {cut}, along {self.axis!r}, the axis of the workers, "
         f"each of which needs all of it: choose shards along {self._inside}"
       )
-    # The present cuts, also those inside a worker, stay if they fit along the workers.
+    # The present cuts, also those inside a worker, stay if those along the workers are
+    # the ones of `spec`; else `spec` alone counts.
     if cut is not None and along_workers == spec:
       spec = cut
     # Padded by None to all dimensions, as the specs in the types of results are: with

@@ -44,8 +44,8 @@ def flush(
 
       update = Σ_w r_w / P,    r′_w = 0
 
-  What all steps have delivered and this update add up to the dense mean of all
-  gradients. The update is what the jaxsparse transform would return, a gradient: give
+  What all steps have delivered and this update add up to what dense means would have
+  delivered. The update is what the jaxsparse transform would return, a gradient: give
   it to the rest of the chain, or subtract it times a rate. Each transform takes one
   all-reduce of all its residuals. Every process must call.
 
@@ -61,9 +61,10 @@ def flush(
 
   Returns:
     (update, state): the update like the parameters, with their dtypes, zeros for leaves
-    without a residual; and the state, whose residuals are zeros, but for what the
-    dtypes of the parameters cannot hold. `params` and `state` stay valid. Entries with
-    NaN or Inf of a damaged state are dropped; a warning names the arrays.
+    without a residual or movement; and the state, whose residuals and movement are
+    zeros, but for what the dtypes of the parameters cannot hold. `params` and `state`
+    stay valid. Entries with NaN or Inf of a damaged state are dropped; a warning names
+    the arrays.
 
   Raises:
     ValueError: if the state was donated, is not one of these workers and parameters, or
@@ -112,7 +113,8 @@ def _deliver(
   # f32 by name: the part of an update that the dtype of the parameter cannot hold, the
   # next `moved` of local steps.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
-  # θ − θ_w of local steps, f32[1, …] by name; empty without local steps.
+  # θ − θ_w of local steps, f32[1, …] by name; empty without local steps, and with
+  # `every=1`.
   moved = moved_leaves(state)
 
   def mean(owing: list[jax.Array]) -> list[jax.Array]:

@@ -48,8 +48,8 @@ def program_digest(closed: core.ClosedJaxpr) -> str:
 class _Digests:
   """The digests of jaxprs, each read once: many equations may run one body.
 
-  The text that is hashed has no name that a process chooses: `_NAMES` are the keys of
-  equations that hold names, source files and the like.
+  The text that is hashed leaves out what `_NAMES` lists: the keys of an equation's
+  parameters that hold names, source files and the like.
   """
 
   def __init__(self) -> None:
@@ -135,7 +135,7 @@ def _value(x: Any, aval: Any) -> str:
     and not x.is_fully_replicated
     and not x.is_fully_addressable
   )
-  # Numpy cannot read all constants: of others only dtype and shape count.
+  # Of a constant that numpy cannot read only dtype and shape count.
   is_known = hasattr(x, "__array__") or isinstance(x, (int, float, complex))
   if in_part or not is_known:
     return _shape(aval)

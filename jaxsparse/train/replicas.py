@@ -69,8 +69,8 @@ def wait_for_all(tree: ArrayTree, now: str) -> None:
     now: what the step has on this process, for the error.
 
   Raises:
-    RuntimeError: if one of them does not come in time, because it runs the program with
-      the shapes of before, without a comparison.
+    RuntimeError: if one of them does not come in time, for instance because it runs the
+      program with the shapes of before, without a comparison.
   """
   what = "the training step"
   try:
@@ -275,7 +275,7 @@ def check_replicas(
   Args:
     engine: the workers.
     trees: the parameters and the state.
-    specs: a prefix pytree of specs for each tree, along the workers.
+    specs: a prefix pytree of specs for each tree, as `placed` makes them.
 
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.

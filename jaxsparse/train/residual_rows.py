@@ -159,7 +159,7 @@ def gather(x: Any) -> ArrayTree:
 
 
 def put_like(like: ArrayTree, x: Any) -> ArrayTree:
-  """`x` with the sharding of `like`, an array or shape, if that lies on a mesh; else on the default device."""
+  """`x` with the sharding of `like`, an array or shape, if that is on a mesh; else `x` where it lies."""
   if getattr(x, "sharding", None) == like.sharding:
     return x
   return (

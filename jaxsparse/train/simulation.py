@@ -258,7 +258,7 @@ def reduce_all(
   """
   # `held`: the arrays of the state have rows of all workers, not of one.
   checks.check_workers(state, len(grads), held=len(grads))
-  # `eval_shape` computes no array. A state of other options has other shapes.
+  # `eval_shape` computes no array. A state of other options may have other shapes.
   expected = jax.eval_shape(
     functools.partial(initial, collective, *grads.shape)
   ).carried

@@ -329,7 +329,7 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
   leaves = jax.tree.leaves(params)
   if all(np.shape(leaf)[:1] == (workers,) for leaf in leaves):
     reduce_states = states.reduce_states(state)
-    # Without rows, by name; empty if the state has no jaxsparse transform.
+    # Shapes without rows, by name; empty if the state has no jaxsparse transform.
     known = {name: shape for state in reduce_states for name, shape in state.leaves}
     # The leading axis may be P by chance: the state knows the shapes of leaves.
     without_row = lambda x: shape_of(x, shape=np.shape(x)[1:])
@@ -371,8 +371,8 @@ def _check_rows(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
         f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
-  # Where the first dimension of a parameter happens to be P, averaged gradients have
-  # passed the check above: their shapes, those of parameters, give them away.
+  # Where the first dimension of every parameter happens to be P, averaged gradients
+  # have passed the check above: their shapes, those of parameters, give them away.
   if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
     raise ValueError(
       f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "

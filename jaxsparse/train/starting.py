@@ -95,7 +95,7 @@ def abstract_state(
     return state
   # Arrays of other workers fit no sharding of this mesh: they are restored on the host.
   host = _host() if shardings else None
-  # Arrays of wrappers such as `js.local_steps` have one row a worker.
+  # Workers' own arrays, in wrappers such as `js.local_steps`, have a row for each.
   row_of_workers = lambda x: shape_of(x, host, (workers, *x.shape[1:]))
 
   def resize(leaf: OptState, row: bool) -> OptState:
@@ -373,7 +373,7 @@ def _resize_state(
   method = state.layout.method
   shards = state.layout.shards
   devices = state.devices
-  assert method is not None
+  assert method is not None  # only states of js.simulate have none
   # Each device of a worker has a state of its own pieces of the leaves. `shapes` below
   # are those at one device of a `SoloComm`, of which only the size counts.
   device_method = (
@@ -386,7 +386,8 @@ def _resize_state(
   # leading axis; arrays that workers share have an axis of the S devices, if several.
   own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
   shared_shape = lambda shape: (devices, *shape) if shards else shape
-  # The three functions are for a worker's own arrays, shared arrays, and the layout.
+  # The three functions are for a worker's own arrays, shared arrays, and those of the
+  # layout, whose shapes do not depend on the number of workers.
   return shapes._replace(layout=state.layout).map_arrays(
     lambda x: shape_of(x, sharding, own_shape(x.shape)),
     lambda x: shape_of(x, sharding, shared_shape(x.shape)),

@@ -389,7 +389,7 @@ class TrainStep:
     return program(*arguments)
 
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
-    """The jitted step for arguments as `_arguments` gives them, and the specs of the arguments."""
+    """The jitted step for `arguments`, (params, state, batch, and named ones if any), and the specs of these."""
     self._check(*arguments)
     # The structure of (state, named arguments), from which specs follow. For other
     # parameters and batches `jit` traces the program again by itself.

@@ -46,9 +46,9 @@ class Stopwatch:
 
   def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
     """Seconds of one call at the slowest worker, the same on every process, and the result of the call."""
-    # Transfers of arguments are not timed.
+    # Arguments are complete before the start: their transfers are not timed.
     jax.block_until_ready(arguments)
-    self.gather(0.0)  # a barrier: no value is read
+    self.gather(0.0)  # a barrier: the values do not matter
     start = time.perf_counter()
     result = jax.block_until_ready(program(*arguments))
     return float(self.gather(time.perf_counter() - start).max()), result

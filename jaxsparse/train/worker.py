@@ -107,8 +107,8 @@ class WorkerStep(NamedTuple):
     (loss, grads, model_state, aux), finite = self._own_gradients(
       comm, params, state, batch, named
     )
-    # The parameters at which the gradient was taken. Flax's scales of fp8 are in them
-    # before the step, and in `grads` after it.
+    # The parameters at which the gradient was taken. They hold Flax's present scales of
+    # fp8, and `grads` the next ones.
     taken_at = trained(own_params(params, state))
     grads, scales = combine_scales(comm, taken_at, grads)
     # NaN in a model state would stay for good: mark the gradient by NaN, so that all
@@ -361,7 +361,8 @@ def _accumulated(
     batch: leading axis divisible by `accumulate`.
     key: folded with the number of the micro-batch; None without `rng`.
     model_state: of the first micro-batch; None without one.
-    params: the parameters, whose shapes and dtypes the sums have.
+    params: the parameters, whose shapes the sums have; gradients also have their
+      dtypes.
   """
   micro_batches = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
   # Sums are kept in wide dtypes: 16 bits would lose small gradients.
@@ -431,7 +432,7 @@ def _next_model_state(
       return _reduced(x, "max", over_workers).astype(x.dtype)
     mean = over_workers(x, "mean")
     # The mean of equal numbers must be that number. Where P is no power of two, the sum
-    # or 1/P is rounded: the mean of the differences corrects it.
+    # or its quotient is rounded: the mean of the differences corrects it.
     return (
       mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
     )

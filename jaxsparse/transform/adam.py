@@ -95,7 +95,7 @@ def scale_by_window_adam(
   adam = _WindowAdam(
     # A Python int: a numpy integer could overflow, and its dtype could promote results.
     int(window),
-    # optax.inject_hyperparams may have rounded these to 16 bits, to 1 and to 0.
+    # optax.inject_hyperparams may have rounded these to 16 bits: decays to 1, ε to 0.
     _unrounded_decay(b1),
     _unrounded_decay(b2),
     _unrounded_eps(eps),
@@ -105,7 +105,7 @@ def scale_by_window_adam(
 
 
 class _WindowAdam(NamedTuple):
-  """The arguments of `scale_by_window_adam`: numbers, or arrays of one as `optax.inject_hyperparams` gives them."""
+  """The arguments of `scale_by_window_adam`: numbers, or scalar arrays as `optax.inject_hyperparams` gives them."""
 
   window: int
   b1: Any
@@ -159,7 +159,8 @@ class _WindowAdam(NamedTuple):
     `step` is the number of this step, from 1; `mu`, `average` and `nu` are m, a and v
     before it.
     """
-    # The dtype of all arithmetic: that of the parameter, float32 for 16 bits.
+    # The dtype of averages and of the update before its cast: that of the parameter,
+    # float32 for 16 bits.
     dtype = average.dtype
     # The exponent of decays in bias corrections: float64 where x64 is on.
     count = step.astype(jnp.result_type(float))
@@ -177,8 +178,8 @@ class _WindowAdam(NamedTuple):
     # m averages g itself: an average of averages would lag.
     mu = optax.tree.update_moment(wide, mu.astype(dtype), b1, 1)
     average = optax.tree.update_moment(wide, average, window_decay, 1)
-    # v averages the squares of â, not of g: â has about the noise of the mean gradient
-    # of all workers.
+    # v averages the squares of â, not of g: with W = P, â has about the noise of the
+    # mean gradient of all workers.
     recent = corrected(average, window_decay)
     # `per_elem_norm` takes |â|², which is real for complex entries, too.
     nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)

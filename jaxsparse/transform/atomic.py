@@ -56,9 +56,9 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = zeros_if(skipped, updates)
-    # A single transform, or a single `js.local_steps`, has undone its state already,
-    # which saves a pass over residuals. Of several, one may skip while others do not:
-    # `select_state` undoes all of them.
+    # A single transform, or a single `js.local_steps`, has undone its state already: to
+    # choose here again would take a pass over residuals. Of several, one may skip while
+    # others do not: `select_state` undoes all of them.
     is_ours = states.is_ours
     leaves = jax.tree.leaves(after, is_leaf=is_ours)
     is_only = sum(map(is_ours, leaves)) == 1

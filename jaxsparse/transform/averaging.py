@@ -127,7 +127,7 @@ def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
   """The state with the momentum at each path replaced by `momentum[path]`."""
   for path, tree in momentum.items():
     is_at_path = lambda key_path, _, path=path: keystr(key_path) == path
-    # A path ends with the name of its field, as in `[0].mu`.
+    # A path ends with the name of its field, as in `[0]ScaleByAdamState.mu`.
     field = path.rpartition(".")[2]
     state = optax.tree.set(state, is_at_path, **{field: tree})
   return state

@@ -300,8 +300,8 @@ def check_method(
   check_workers(state, workers)
   method: Any = state.layout.method
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
-  # Raises for a state of js.simulate (None), or names the leaf whose shape differs.
-  # Leaves of the same shapes in another order pass, and are refused below.
+  # Raises for a state of js.simulate (None), or names the leaf whose shape differs. The
+  # same leaves in another order, or with further ones, pass, and are refused below.
   if method is None or method.shapes != shapes:
     check_params([state], grads)
   # The collective with its options, by the numbers of the leaves of each group.
@@ -382,7 +382,7 @@ def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
 
 
 # Names of fields in optimizer states that may have 16 bits: momentum, whose memory is
-# short, and what is no average.
+# short, and what is no moving average.
 _NARROW = {"mu", "trace", "acc_grads", "hyperparams", "flight"}
 
 
@@ -390,8 +390,7 @@ def warn_of_narrow(state: OptState) -> None:
   """Warns of an optimizer that keeps other averages than momentum in 16 bits, naming the first array."""
   narrow = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state):
-    # Fields anywhere in the path, since a momentum is a pytree below its field. _NARROW
-    # are the names of fields that may have 16 bits, as momentum.
+    # Fields anywhere in the path, since a momentum is a pytree below its field.
     fields = {getattr(key, "name", "") for key in path}
     is_average = not is_reduce_state(leaf) and _NARROW.isdisjoint(fields)
     # `wide_dtype` is float32 for 16 bits, else the dtype itself.
@@ -421,7 +420,8 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   pmean of the user's own.
 
   Warns:
-    UserWarning: without that check, if all gradients are arguments of the shard_map.
+    UserWarning: if the shard_map does not check replication, and all gradients are its
+      arguments.
   """
   # Other comms name no axis, along which a type could vary or a psum be taken.
   if not isinstance(comm, AxisComm):

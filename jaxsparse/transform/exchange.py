@@ -71,7 +71,8 @@ class Exchange:
   """Updates that are applied in the step that computes them.
 
   A state is that of one worker: arrays of its own, `inner` and `moved`, are [1, …]. Its
-  `outer` has one state of the outer chain for each fragment. `moved` is θ − θ_w, f32.
+  `outer` has one state of the outer chain for each fragment. `moved`, f32, is θ − θ_w;
+  θ_w is meant here without an applied residual.
 
   Attributes:
     inner: the optimizer of each worker.
@@ -175,8 +176,8 @@ class Exchange:
 
   def exchange(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The exchange of the movement of a fragment."""
-    # The movement θ − θ_w is sent in the dtype of the parameter; `keep_moved` keeps the
-    # rest.
+    # The movement is sent in the dtype of the parameter. `keep_moved` keeps what this
+    # dtype cannot hold; with mixing it keeps a part of all movement.
     held = lambda moved, p: flatten.representable(moved[0], p.dtype)[0]
     moved = self.fragments.part(state.moved, fragment)
     params = self.fragments.part(given.params, fragment)
@@ -193,14 +194,15 @@ class Exchange:
     sent = optax.tree.cast_like(jax.tree.map(mark, pseudo_gradient), pseudo_gradient)
     params = self.fragments.part(given.params, fragment)
     before = state.outer[fragment]
-    # By the names that the transform sees, the dtypes of the parameters, to which it
-    # rounds means; its residual keeps the rounding errors.
+    # The transform rounds means to the dtypes of the parameters, which it gets by the
+    # names of the leaves that it sees. Its residual keeps the rounding errors.
     seen = flatten.leaves_by_name(shapes_seen(states.reduce_states(before), params))
     with mean_dtypes(tuple((name, leaf.dtype) for name, leaf in seen.items())):
       updates, after = atomic(self.outer).update(sent, before, params, **given.extra)
     updates = optax.tree.cast_like(updates, params)
     skipped = states.is_skipped(after)
-    # The other fragments count a step without messages, so that all counters agree.
+    # The other fragments count a step without messages, so that `skipped` and
+    # `skipped_steps` are the same in all.
     outer = tuple(
       after if index == fragment else states.idle_step(idle, skipped)
       for index, idle in enumerate(state.outer)

@@ -74,7 +74,7 @@ def transform_function(
   transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
-  # `typing.get_type_hints` and help read these, not the signature.
+  # `typing.get_type_hints` reads these, and not the signature, which `help` shows.
   annotations = {
     name: parameter.annotation for name, parameter in signature.parameters.items()
   }

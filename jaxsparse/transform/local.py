@@ -102,7 +102,7 @@ def local_steps(
 
   With `optax.sgd(1.0)` in `outer`, the mean of θ_w over the workers moves as if
   everything were delivered at once. At the end `js.flush` gives the update that takes
-  the outer parameters there.
+  the outer parameters to this mean.
 
   Where an update or an inner state of one worker becomes NaN or Inf, or a sum of the
   exchange does, all workers skip the step: it leaves nothing changed, as under
@@ -178,17 +178,17 @@ def local_steps(
       )
     check_arrays_of(steps.init, state, params)
     # The context `synchronizing` replaces the argument in wrappers that pass none on.
-    # Gradients are zeros then, and need no check.
+    # Gradients are not read then, and need no check.
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
     local_updates, inner, finite = exchange.step_inner(grads, state, params, extra)
-    # `inner` is left out, since XLA copies what the conditional of an exchange returns.
+    # `inner` is left out, since a step of the outer parameters does not read it.
     tried = state._replace(inner=(), steps=state.steps + 1)
     done, after = steps.step(local_updates, tried, Given(params, finite, extra))
     after = after._replace(inner=inner, flight=done.flight)
-    # A skipped step is undone. The exchange has undone `outer` itself, which saves a
-    # pass over residuals.
+    # A skipped step is undone. The exchange has undone `outer` already: to choose here
+    # again would take a pass over residuals.
     kept = select_state(
       done.skipped, state._replace(outer=()), after._replace(outer=())
     )
@@ -260,9 +260,9 @@ class _EveryStep(NamedTuple):
 class _OnDemand:
   """Movement is exchanged when `synchronize` is called, and by no step.
 
-  `state.moved` is θ − θ_w of this worker, f32[1, …] of each leaf: minus the sum of its
-  updates since the last exchange, plus what that exchange has not delivered.
-  `state.since` counts the steps since that exchange.
+  `state.moved` is the movement of this worker, f32[1, …] of each leaf: minus the sum of
+  its updates since the last exchange, plus what the dtype of the leaf could not hold
+  then. `state.since` counts the steps since that exchange.
   """
 
   exchange: Exchange
@@ -276,7 +276,7 @@ class _OnDemand:
     self, updates: optax.Updates, state: LocalState, given: Given
   ) -> tuple[Stepped, LocalState]:
     """The step of the outer parameters, and the next state, from the `updates` of this worker's inner optimizer."""
-    # `moved` is θ − θ_w: an update u of the worker lowers it by u.
+    # An update u of the worker raises θ_w by u, and lowers the movement by u.
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
     )
@@ -365,7 +365,8 @@ class _Periods(_OnDemand):
     """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
-    # `steps` counts all steps, `since` those of this period: the step where it began.
+    # `steps` counts all steps and `since` those of this period, so that it began at
+    # their difference.
     begin = state.steps - state.since
     steps = jnp.asarray(self.every(begin)).astype(jnp.float32)
     # Clipped as float32, since Inf or a huge number would overflow i32.

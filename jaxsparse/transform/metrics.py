@@ -170,7 +170,7 @@ def metrics(
     combined = dispatch(_of_all_workers, *states)
   else:
     combined = _read(*states, comm_of(over))
-  # A tuple in the order of `by_label`; empty for a single transform.
+  # `combined.parts` is a tuple in the order of `by_label`, empty for one transform.
   return combined._replace(
     parts=dict(zip(by_label, combined.parts, strict=True)) if combined.parts else ()
   )
@@ -218,8 +218,8 @@ def _read(
   return per_step(combined)._replace(drift=drift(local, comm), since_exchange=since)
 
 
-# One program for all numbers: one for each would take longer, and all would be in flight
-# at once.
+# One program for all numbers: one for each would take longer, and all would be in
+# flight at once.
 _of_all_workers = jax.jit(_read)
 
 
@@ -321,8 +321,8 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms, groups of leaves or devices as those of one step of n entries.
 
-  Each counter is their sum or maximum, as its annotation in `Counters` says; n is the
-  divisor of the density alone.
+  Each counter is their sum or maximum, as its annotation in `Counters` says; but the
+  density is the sum of `delivered`, divided by n.
   """
   combine = {
     "sum": lambda values: saturated(saturated_sum(*values), values[0].dtype),

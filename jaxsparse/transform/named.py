@@ -135,11 +135,11 @@ def sparseloco(
 ) -> optax.GradientTransformation:
   """SparseLoCo: H local steps, then the top-k of each chunk in 2 bits a value (Sarfi et al., 2025).
 
-  A residual that decays by β takes the place of outer momentum. A worker sends 36 words
-  for a chunk of 4,096 entries, 16 bits for each of the 64 largest and four words:
-  `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`. Differences from the
-  authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is rounded
-  by itself (`js.chunktopk_transform`).
+  A residual that decays by β takes the place of outer momentum. A worker sends 24 words
+  for a chunk of 4,096 entries, 10 bits for each of the 64 largest and four words, P − 1
+  times: `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`. Differences
+  from the authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is
+  rounded by itself (`js.chunktopk_transform`).
 
       transform = js.chunktopk_transform(axis, density=1 / 64, decay=0.95, wire="2bit")
       js.local_steps(inner, optax.chain(transform, optax.sgd(1.0)), every=30)

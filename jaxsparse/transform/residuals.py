@@ -23,8 +23,9 @@ _Leaves = list[jax.Array]
 def own_params(params: optax.Params, state: OptState) -> optax.Params:
   """The parameters of this worker, θ_w, at which it takes its gradient; inside shard_map.
 
-  Without movement they have the values of `params`, but are typed as this worker's own:
-  gradients at `params`, typed as equal on all workers, JAX sums over the workers.
+  Without movement and applied residuals they have the values of `params`, but are typed
+  as this worker's own: JAX would sum gradients at `params`, which are typed as equal on
+  all workers, over the workers.
 
   Args:
     params: θ, the outer parameters, the same on every worker.
@@ -43,8 +44,8 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     Array([0.75, 1.  ], dtype=float32)
   """
   moved = moved_leaves(state).items()
-  # What to subtract from each leaf of θ, by name: θ − θ_w, and the residual where local
-  # steps apply it. Empty for a state without local steps.
+  # What to subtract from each leaf of θ, by name: movement, and the residual where
+  # local steps apply it. Empty for a state without local steps.
   behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
   for local in states.local_states(state):
     # These arrays have a row for each worker: one row at one worker.
@@ -78,7 +79,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
 
 
 def moved_leaves(state: OptState) -> dict[str, jax.Array]:
-  """θ − θ_w of local steps by the names of leaves: f32[1, …] in the state of a worker, f32[P, …] in that of all.
+  """The movement of local steps by the names of leaves: f32[1, …] in the state of a worker, f32[P, …] in that of all.
 
   Empty without local steps, and with `every=1`, which leaves no movement.
   """

@@ -112,7 +112,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     # The formula has total / P, and `mean` is total / divisor. The divisor is P, or 1
     # where updates are weighted already: these weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
-    # f32[leaves, 2], summed over workers in one message.
+    # f32[leaves, 2], summed over workers in one all-reduce.
     pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)
     # Products that are not finite are those of a skipped step, or beyond float32: the

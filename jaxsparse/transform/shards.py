@@ -157,7 +157,7 @@ class Shards:
     message.
     """
     flat = list(pieces)
-    # Numbers of leaves by (axes of copies, dtype).
+    # The indices of the leaves that have copies, by (axes of copies, dtype).
     alike: dict[Any, list[int]] = {}
     for index, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
       # A leaf that is cut along all axes inside has no copies: its piece is its shard.

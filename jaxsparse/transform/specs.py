@@ -76,7 +76,7 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
 
   def spec_of(subtree: OptState, row: bool) -> SpecTree:
     # `row`: the subtree has a row for each worker. Its spec names the axis of workers
-    # alone: `jax.jit` keeps the shardings that leaves have inside a worker.
+    # alone: `Engine.shardings` keeps the shardings that leaves have inside a worker.
     if row:
       return jax.tree.map(lambda _: PartitionSpec(axis), subtree)
     if not is_reduce_state(subtree):
@@ -153,10 +153,11 @@ _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
 
 
 def _check_wrappers(state: OptState) -> None:
-  """Raises ValueError for wrappers that look at local gradients: what they keep would differ between workers.
+  """Raises ValueError for wrappers of optax that must not be around a jaxsparse transform or local steps.
 
-  `_WRAPPERS` has the states of such wrappers of optax by type, each with the error and
-  a function that lists the states inside for which the wrapper is wrong.
+  Most look at local gradients, so that what they keep would differ between workers.
+  `_WRAPPERS` has the states of these wrappers by type, each with the error and a
+  function that lists the states inside for which the wrapper is wrong.
   """
   for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: type(leaf) in _WRAPPERS):
     if type(leaf) in _WRAPPERS:

@@ -169,7 +169,8 @@ class ReduceState(NamedTuple):
   def idle(self, skipped: jax.Array) -> Self:
     """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
-    # No message was sent: all other counters have their defaults, mostly 0.
+    # No entry was sent, and a flag is not counted: all other counters have their
+    # defaults, mostly 0.
     step = Counters(
       skipped=skipped,
       skipped_steps=before.skipped_steps + skipped.astype(jnp.int32),
@@ -207,7 +208,8 @@ class RestoredState(NamedTuple):
 
   def factors(self, size: int) -> jax.Array:
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
-    # s² = shared / delivered; where nothing is delivered, a leaf of zeros, s = 1.
+    # s² = shared / delivered. s = 1 where `delivered` is not positive, as it is for a
+    # leaf of zeros.
     shared, delivered = self.products.T
     # 1/P where updates are orthogonal, 1 where they are equal, but for rounding.
     ratio = shared / jnp.where(delivered > 0, delivered, 1.0)
@@ -389,8 +391,8 @@ def labelled(state: OptState) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
   pairs = [(path, leaf) for path, leaf in leaves if is_reduce_state(leaf)]
-  # `optax.multi_transform` keeps states in a dict by label; other keys of a path are
-  # fields and indices.
+  # `optax.multi_transform` keeps states in a dict by label. Keys of other dicts count,
+  # too: names of `optax.named_chain`, paths of momenta in `AveragedState`.
   is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
   label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
   labels = [label(path) for path, _ in pairs]

@@ -156,7 +156,7 @@ def _update(
 
   Args:
     comm: the workers.
-    grouped: the groups of leaves of these shapes, by name.
+    grouped: gives the groups of leaves of these shapes, by name.
     updates: the gradients of this worker.
     state: of this worker.
     params: not read.

@@ -30,7 +30,7 @@ from jaxsparse.arrays.flatten import (
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import ArrayTree
 
-# True within an exchange of local steps that takes no step.
+# True where local steps exchange without taking a step.
 synchronizing = jax.make_user_context(False)
 mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 

@@ -48,8 +48,8 @@ def momentum_corrected(
   and then `u = 0` at each entry whose next residual is not what entered the exchange,
   the residual before + u: there mass has left this worker. Law C is that of the
   collective, for u in place of the gradient. The momentum is f32[n] for each worker in
-  the state, and starts anew after `js.resize` and `js.convert`. A skipped step keeps
-  it.
+  the state, and starts anew after `js.resize` and `js.convert`, unless workers,
+  collectives and groups of leaves stay the same. A skipped step keeps it.
 
   The optimizer that follows has **no momentum of its own**: `optax.sgd(rate)`. With a
   collective that delivers all entries the update is that of momentum after a dense
@@ -142,8 +142,9 @@ def ef21(
   times as large.)
 
   A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of
-  these is a residual: after `js.resize` and `js.convert` all begin at 0, and `js.flush`
-  has nothing to deliver. A skipped step keeps them.
+  these is a residual: `js.flush` has nothing to deliver, and after `js.resize` and
+  `js.convert` all begin at 0, unless workers, collectives and groups of leaves stay the
+  same. A skipped step keeps them.
 
   Args:
     transform: a jaxsparse transform, `js.onebit_transform(...)` for instance, not a
@@ -200,7 +201,8 @@ def warmed_up(
 
   Returns:
     An `optax.GradientTransformation`, to be the first of its chain. `js.resize` and
-    `js.convert` start at step 0.
+    `js.convert` start at step 0, unless workers, collectives and groups of leaves stay
+    the same.
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.

@@ -93,13 +93,15 @@ class Publisher(Folder):
     size = sum(array.nbytes for array in patterns.arrays)  # bytes of an anchor
     # The id of the version before; without one the chain begins with the run.
     id_ = self._run
-    excess = np.inf  # bytes of links above those of an anchor; without a link it is due
+    # Bytes of links above those of an anchor; without a link an anchor is due.
+    excess = np.inf
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
       excess = self._since + link.nbytes - size
     # All processes write an anchor, or none, since a version needs a file of each. The
-    # sum decides: links of a process without shards always exceed its empty anchor.
+    # sum decides: a process without shards has an anchor of 0 bytes, which the headers
+    # of its links exceed.
     is_due = multihost_utils.process_allgather(excess).sum() > 0
     # Before writing, so that a full disk gets room; the newest two anchors stay.
     # `anchors` are ascending; with fewer than two nothing is removed.

@@ -118,8 +118,8 @@ class Subscriber(Folder):
     """
     # (version, run): the largest number first, then the run.
     newest = max(versions)[:2]
-    # A folder with lower numbers than before was made anew: then nothing that is here
-    # counts.
+    # A folder with lower numbers than before was made anew: then the version that is
+    # held does not count.
     best = self._state if self._state.version <= newest[0] else _NONE
     best = self._follow(versions, best, best)  # by links from the version held
     # From the newest anchor back, until one leads to the newest version. Keys are

@@ -92,7 +92,8 @@ class GaussianK(EncodingCollective):
     # them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
-    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
+    # Random rounding by `wire` has other noise in each step and at each rank. `shared`
+    # is the number of the step; () where rounding is not random.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     # Message 0 of the step has the smallest capacity that is sufficient for all
     # workers: a threshold that is too high selects far fewer than k.

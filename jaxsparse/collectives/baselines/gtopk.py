@@ -52,9 +52,10 @@ class GTopk(SelectingCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = LazySum((grads, state.residual))
-    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
+    # Random rounding by `wire` has other noise in each step and at each rank. `shared`
+    # is the number of the step; () where rounding is not random.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
-    # top_k(acc_w), [1, k], and what the selector carries to the next step
+    # top_k(acc_w), [1, k], how many slots are filled, and the selector's next memory
     chosen, selected, memory = self.choose(acc, state.worker)
     if self.selection.one_per_chunk:
       # Messages have entries in the order of indices, this selector in that of chunks.
@@ -72,8 +73,9 @@ class GTopk(SelectingCollective):
     """The ⊕ of the entries of all workers.
 
     Returns:
-      (total, returned): [k] entries, the same on every worker; and lists of entries
-      that this worker's merges dropped, and of rounding errors of its messages.
+      (total, returned): [k] entries, the same on every worker; and a list of the
+      entries that this worker's merges dropped and of the rounding errors of its
+      messages, a `Sparse` for each merge and each message.
     """
     k = chosen.indices.size
     merged = chosen

@@ -73,7 +73,7 @@ class QSGD(Collective):
 
   def pieces(self, n: int, size: int) -> tuple[int, int]:
     """(count, length): the pieces in which a gradient is sent, and the entries of each; zeros fill the last one."""
-    # 2 P pieces, or fewer, of 2¹⁷ entries or more
+    # 2 P pieces, or fewer of at least 2¹⁷ entries each; a shorter gradient is one piece
     count = max(1, min(2 * size, n // _LONG))
     return count, -(-n // count)
 

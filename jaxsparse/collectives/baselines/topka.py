@@ -41,7 +41,8 @@ class TopkA(SelectingCollective):
     k = self.entries(n)
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
-    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
+    # Random rounding by `wire` has other noise in each step and at each rank. `shared`
+    # is the number of the step; () where rounding is not random.
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
     # top_k(acc_w), as `wire` rounds it
     message, errors = writer.encode(chosen, 0)

@@ -82,7 +82,7 @@ class TopkDSA(SelectingCollective):
     return Cost(size - 1 + len(schedules.strides(size)), words, agreements)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The capacities of a message of the split, in entries; the words of the all-gather limit the largest."""
+    """The capacities of a message of the split, in entries: so small that no step sends more words than `cost` says."""
     k = self.entries(n)
     even = math.ceil(k / size)
     # `budget`: the words to each other worker of even messages, then of dense regions.
@@ -99,7 +99,8 @@ class TopkDSA(SelectingCollective):
     length = -(-n // size)
     acc = LazySum((grads, state.residual))
     capacities = self.capacities(n, size)
-    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
+    # Random rounding by `wire` has other noise in each step and at each rank. `shared`
+    # is the number of the step; () where rounding is not random.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     # top_k(acc_w), [1, k], how many slots are filled, and the selector's next memory
     picked, count, memory = self.choose(acc, state.worker)
@@ -176,7 +177,7 @@ def _split(
     comm: the workers.
     writer: encodes messages.
     sent: [P, capacities[-1]] entries of this worker, row r of region r.
-    capacities: slots of a message that are compiled.
+    capacities: numbers of slots for which a message is compiled, ascending.
     fullest: i32[], the slots that a message needs, the same on every worker.
     length: entries of a region.
 

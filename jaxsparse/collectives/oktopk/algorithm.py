@@ -104,8 +104,8 @@ class OkTopk(EncodingCollective):
     regions: "balanced" regions contain equally many selected entries; "even" ones have
       equal length.
     balance: whether owners send their surplus to others before the all-gather, where
-      one has more than 4 times the mean and more than fits in blocks of 2 k/P; with up
-      to 4 workers none can. Without it an owner delivers at most 4 k/P.
+      one has more than 4 times the mean and more than fits in its blocks of up to 2
+      k/P; with up to 4 workers none can. Without it an owner delivers at most 4 k/P.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -183,7 +183,7 @@ class OkTopk(EncodingCollective):
     # regions (lines 5 to 7), split and reduce (line 8, §3.1.1)
     bounds = self._bounds(comm, reused, chosen.indices, n)
     starts = by_threshold.region_starts(chosen.indices, bounds)
-    # selected entries of each region, i32[P]
+    # how many entries of each region are selected here, i32[P]
     crowd = jnp.diff(starts)
     sent = by_threshold.read_regions(chosen, starts, sizes.most, n)
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)

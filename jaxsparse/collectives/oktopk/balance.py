@@ -111,10 +111,11 @@ def balance_and_gather(
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
   An owner has far more if it has more than 4 times the mean m, as in the paper, and
-  more than 2 L: balancing sends messages of L and then gathers blocks of L, so blocks
-  of up to 2 L take no more words without it. The smallest entries of a block that
-  overflows are in no result. If all owners have at most 4 m, blocks of 4 L deliver all
-  entries if m ≤ L, else at least P · L, the most that balancing can deliver.
+  more than the largest of `sizes.blocks` that is at most 2 L: balancing sends messages
+  of L and then gathers blocks of L, so blocks of up to 2 L take no more words without
+  it. The smallest entries of a block that overflows are in no result. If all owners
+  have at most 4 m, blocks of 4 L deliver all entries if m ≤ L, else at least P · L, the
+  most that balancing can deliver.
 
   Args:
     comm: the workers.
@@ -176,9 +177,13 @@ def _own_block(
 
 
 def _needed(owned: jax.Array, sizes: Sizes) -> jax.Array:
-  """Entries of the fullest block, i32[], at most `sizes.direct`; `direct` + 1 if owners are to be balanced (§5.3)."""
+  """Entries of the fullest block, i32[], at most `sizes.direct`; `direct` + 1 if owners are to be balanced (§5.3).
+
+  A region with more than `direct` selected sums delivers the `direct` largest ones.
+  """
   most = owned.max()
-  # The largest block that takes no more words than balancing, which sends 2 L.
+  # The largest capacity with no more entries than balancing sends, which is 2 L: L to
+  # balance, and L in the all-gather.
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
   unbalanced = (imbalance(owned) > TRIGGER) & (most > cheap)
   # Beyond all capacities `switch` takes its last branch, which balances.
@@ -237,7 +242,8 @@ def balance(
   slot = jnp.where(moves, worker * even + column, slots)
   put_moved = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
   moved = jax.tree.map(put_moved, sparse.empty((slots,), n), ordered)
-  # Message number 2: the split has 0, the all-gather 1.
+  # Message number 2, which seeds the noise of rounding: the split has 0, the all-gather
+  # 1.
   received, lost, words = writer.exchange_rows(comm, moved, 2, even)
   stays = sparse.where(beyond < 0, ordered, n)
   together = sparse.concatenate([stays, jax.tree.map(jnp.ravel, received)])

@@ -85,7 +85,8 @@ def kth_of_all(
 
   # Keys have 31 bits: six digits of five, the highest first, and the lowest bit.
   key = varying.fori_loop(0, 31 // _DIGIT, decide, jnp.int32(0))
-  # the lowest bit as 0 and as 1; counts of each worker, i32[P, 2]
+  # `key` with 0 and with 1 as its lowest bit; `of_each`, i32[P, 2]: how many keys of
+  # each worker reach these
   candidates = key | iota(2)
   of_each = number_of_each(comm, _count_reaching(keys, candidates))
   lowest_bit = (of_each[:, 1].sum() >= k).astype(jnp.int32)

@@ -163,6 +163,7 @@ class SparDL(SelectingCollective):
     return Cost(2 * len(schedules.strides(team)) + rounds, words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    # of a message, in entries of a block: the last one is L, the first the least h
     capacities = self.capacities(grads.size, comm.size)
     k_block = capacities[-1]
     # the P/d workers of this team, and the d workers that own this block in their teams
@@ -175,19 +176,21 @@ class SparDL(SelectingCollective):
 
     # Spar-Reduce-Scatter inside teams (§3.1; Algorithm 1, lines 1 to 10)
     start = self.selection.start(blocks, state.worker)
-    # `chosen` [P/d, L] entries have the sum of the own block in row 0; `sent` are the
-    # other rows, with the rounding error of each entry as its value.
+    # `chosen` [P/d, L] entries have the sum of the own block in row 0. `sent` has the
+    # other rows, with the rounding error of each entry as its value; row 0 is empty.
     acc, chosen, sent = reduce_scatter(team, start, writer)
     # Spar-All-Gather: the own block is summed over teams (§3.3)
     summed = self._add_teams(same_block, chosen, state, capacities, writer)
-    # All-gather inside teams (line 11): message 0, since those of the reduce-scatter
-    # have their strides as numbers. Only the next step needs N, so N travels with the
-    # blocks: `merged` is the N of each, i32[P/d], None without B-SAG.
+    # All-gather inside teams (line 11). It is message 0: numbers seed the noise of
+    # rounding, and those of the reduce-scatter are its strides. Only the next step
+    # needs N, so N travels with the blocks: `merged` is the N of each, i32[P/d], None
+    # without B-SAG.
     merged, delivered, errors, gather_words = writer.gather_rows_with(
       summed.merged, team, summed.block, 0, k_block
     )
-    # Global residual collection (§3.2; lines 12 to 14); `errors` are the rounding
-    # errors of the own block in the all-gather.
+    # Global residual collection (§3.2; lines 12 to 14). `summed.returned` is what the
+    # sum over teams has dropped or rounded off, `errors` the rounding errors of the own
+    # block in the all-gather.
     acc = self._add_back(acc, summed.returned, errors)
     residual = acc.pending(*self._gone(blocks, chosen, delivered, sent))
     scatter_words = words_of(writer.codec, team.size, k_block)
@@ -281,7 +284,7 @@ class SparDL(SelectingCollective):
       blocks: the P/d blocks of the gradient.
       chosen: [P/d, L] entries that were selected and sent; row 0 is the own block.
       delivered: [P/d, c] entries of the total.
-      sent: the entries of `chosen` with their rounding errors as values.
+      sent: the entries of `chosen` with their rounding errors as values; none in row 0.
     """
     if self.residual == "global":
       return delivered.indices, sent

@@ -101,7 +101,8 @@ def b_sag(
   """
   (k_block,) = block.indices.shape[1:]
   length = writer.codec.length
-  # In a state that another number of workers saved, h may be more than L.
+  # In `js.partial.Rounds` h goes on while workers come and go, and L changes with P: h
+  # may be more than L.
   h = jnp.minimum(h, k_block)
   head, tail = map(
     sparse.as_row, top_k_of_entries(sparse.only_row(block), h, k_block, length)
@@ -110,7 +111,7 @@ def b_sag(
   def gather(
     capacity: int,
   ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    """(the L largest entries of the sum [1, L], rounding errors, N, words), by messages of so many slots."""
+    """(the L largest entries of the sum [1, L], rounding errors, N, words), by messages of `capacity` slots."""
     # [1, L] slots with h entries, cut to the smallest sufficient capacity
     rows, lost, words = writer.gather_rows(
       same_block, sparse.resize(head, capacity, length), _FIRST_MESSAGE, k_block

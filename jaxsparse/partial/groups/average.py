@@ -32,7 +32,8 @@ class Average:
     result: f32[n], the average once `done`; shards without a mean are uninitialized.
     _shards: by member, the slice of the model that it owns.
     _initial: the initial model, in the shard of this member.
-    _parts: by member whose PART has arrived, its model in the shard of this member.
+    _parts: by member, this one and those whose PART has arrived: its model in the shard
+      of this member.
     _missing: owners of the shards whose mean `result` lacks.
 
   Example:
@@ -90,6 +91,8 @@ class Average:
     Ignores a piece that is not from another member, a duplicate, and a piece of another
     size.
     """
+    # `_parts` has the own part from the start; the own shard is in `_missing` until
+    # `_send_mean` has all parts of it.
     sender = piece.sender
     shape = piece.values.shape
     if piece.kind == PieceKind.PART:

@@ -104,7 +104,8 @@ class BaseWorker(abc.ABC):
       iteration: the number of iterations that they have been trained for.
 
     Returns:
-      The average and its iteration; or those of another worker's model, see below.
+      The average and its iteration; or the model of another worker and its iteration,
+      as `reduce` describes.
     """
     vector = flatten(params)[0]
     if vector.size != self._entries:
@@ -135,7 +136,8 @@ class BaseWorker(abc.ABC):
       f"{problem}; it enters no average, and the worker continues from another worker's model"
     )
     try:
-      # sends no model; raises FloatingPointError if nobody else has a trained one
+      # Sends no model; raises FloatingPointError if all other workers seek a finite
+      # model too, or if none comes in time.
       return self._ask(WorkerMessage.NOT_FINITE, vector, iteration)
     except FloatingPointError as error:
       raise FloatingPointError(

@@ -34,11 +34,12 @@ The state of a `Controller`, by worker; dicts are in the order of insertion:
 
     _queue      iterations of ready workers that wait for a group, the longest-waiting first
     _for_all    iterations of the workers that wait for the average of all
-    _last       last signalled iteration of each worker that has not left; -1 before its first signal
+    _last       last signalled iteration of each worker that has not left, less 1 after `failed`; -1 before its
+                first signal, and after `replaced`
     _group      last group of each worker, until its next signal
-    _absent     workers that the group filter does not wait for, until their next group
+    _absent     workers that the group filter does not wait for, until their next group or call of `synchronize`
     _component  label of each worker's component: workers with one label are connected; `_ABSENT` for all in `_absent`
-    _count      number of groups formed since all workers were connected last
+    _count      number of groups formed since the components began anew (`_begin_to_connect`)
     _formed     number of groups formed so far, which is the number of the last one
     _active     workers that groups are formed of: all that have not left, without those in `_for_all`
     size        members of the next group: P, or the number of `_active` if that is smaller
@@ -171,8 +172,9 @@ class Controller:
   @property
   def held(self) -> bool:
     """Whether ready workers wait for a worker of another component, although they are enough for a group."""
-    # Each call forms all groups that the filter allows: it withholds those left in the
-    # queue. `size` is 0 if all wait for the average of all, and nobody is held then.
+    # Each call forms all groups that the filter allows: if `size` workers or more are
+    # left in the queue, the filter withholds them. `size` is 0 if all wait for the
+    # average of all, and nobody is held then.
     return len(self._queue) >= max(1, self.size)
 
   @property
@@ -225,13 +227,14 @@ class Controller:
     del self._group[worker]
     # the same iteration may be signalled again
     self._last[worker] -= 1
-    # The group has connected nobody, and which components it joined is not recorded. So
-    # all workers count as not connected, and `_count` is 0: more groups are allowed.
+    # The group has not connected this worker, and which components it joined is not
+    # recorded. So all workers count as not connected, and `_count` is 0: more groups
+    # are allowed.
     self._begin_to_connect()
     return self._form_groups()
 
   def replaced(self, worker: int) -> None:
-    """A worker replaces its model by that of another worker: its next signal may be of any iteration."""
+    """A worker replaces its model by that of another worker: its next signal may be of a smaller iteration."""
     self._check(worker)
     self._check_not_ready(worker)
     self._last[worker] = -1  # less than every iteration
@@ -270,7 +273,7 @@ class Controller:
 
     Raises:
       Rejected: if the worker is unknown, has left or waits already, or if the iteration
-        is malformed, signalled before, or too far ahead of all workers.
+        is malformed, not after the last signalled one, or too far ahead of all workers.
     """
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
@@ -378,7 +381,8 @@ class Controller:
   def _connect(self, members: list[int]) -> None:
     """Joins the components of the members of a group, ends their absence, and counts the group in `_count`.
 
-    When all workers that are not absent are connected, components and count begin anew.
+    When all of `_active` but the absent workers are connected, components and count
+    begin anew.
     """
     self._component.update(
       # An absent member gets its own number as label in place of _ABSENT. No other

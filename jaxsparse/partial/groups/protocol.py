@@ -173,7 +173,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     first workers, for which there is no donor, go on with the model that they have.
     """
     membership = self.membership
-    membership.state = "joined"  # after WELCOME, or already
+    membership.state = "joined"  # after WELCOME or a fetch in vain, or already
     # The average of all is of the models that workers have: nothing is fetched for it.
     if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:
       membership.fetch()
@@ -212,7 +212,8 @@ class GroupProtocol(WorkerProtocol[Average]):
       case ServerMessage.WELCOME if membership.state == "joining":
         donor = None if self._has_no_donor else content["donor"]
         membership.enter(content["limit"], donor)
-        # early parts have fewer than n + G entries, as the file's docstring says
+        # Early parts have fewer than n + G entries, as the file's docstring says:
+        # `EarlyPieces` has room for a million words more than n.
         self._early = EarlyPieces(self.initial.size)
         if membership.waits:
           self._begin_request()
@@ -232,8 +233,9 @@ class GroupProtocol(WorkerProtocol[Average]):
       if self._waits_for_a_finite_model:
         self.membership.reply(FloatingPointError(reason))
     elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
-      # The server has dropped this worker, which joins again: its groups are over.
-      # Groups of a restarted server begin at another number, perhaps a lower one.
+      # The server has dropped this worker, or was restarted: the worker joins again,
+      # and its groups are over. Groups of a restarted server begin at another number,
+      # perhaps a lower one.
       self._run = None
       self._settled = 0
 

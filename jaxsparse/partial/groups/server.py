@@ -105,7 +105,7 @@ class GroupServer:
         member.seeks = False
         self._announce(groups)
       case WorkerMessage.FAILED:
-        # Groups in messages are counted from `first`, those of the controller from 1.
+        # Numbers of groups in messages are higher by `first` than the controller's.
         groups = self._controller.failed(worker, value - self._first)
         # The others wait for pieces of this worker. Before `_announce`, which may set
         # another `member.group`.
@@ -136,7 +136,11 @@ class GroupServer:
     self._welcome(signal, member)
 
   def _welcome(self, signal: Signal, member: GroupMember) -> None:
-    """Sends WELCOME with the address of a donor, None without one; NOT_FINITE gets no answer until there is a donor."""
+    """Sends WELCOME with the address of a donor, None without one; NOT_FINITE gets no answer until there is a donor.
+
+    Raises:
+      Rejected: for NOT_FINITE, if all workers seek a finite model.
+    """
     known = self.members.known
     donors = sorted(
       (candidate for candidate in known.values() if candidate.iteration),

@@ -57,7 +57,8 @@ class Endpoint:
   Attributes:
     address: where other workers reach this one, with the port.
     timeout: as given.
-    _events: events of other threads for the protocol; a message to the thread for each.
+    _events: events of other threads for the protocol; for each, a message by `_wake_up`
+      wakes the thread.
     _answers: answers of the protocol for the training loop.
     _last_answer: the exception that every request raises once the protocol has ended.
     _network: the sockets that the thread polls, each with its handler.
@@ -119,8 +120,8 @@ class Endpoint:
     Args:
       protocol: its `membership` is made by `make_membership` of this endpoint.
       make_model: from a FETCH to the MODEL that answers it, called in the thread.
-      lose: gets the reason when the server is lost, saves the model, and returns the
-        error that every later request raises.
+      lose: gets the reason when the server is lost, and returns the error that every
+        later request raises; in partial reduce it also saves the model.
       name: of the thread.
     """
     self._protocol = protocol
@@ -203,7 +204,8 @@ class Endpoint:
         self._protocol.tick(time.monotonic())
         self._network.wait(membership.interval)
         self._send_model()
-      # the message that did not come for so many seconds; "" if the worker has left
+      # the message that did not come for so many seconds; "" if the worker has left, or
+      # was rejected
       awaited, seconds = membership.lost
       if awaited:
         self._last_answer = self._lose(
@@ -254,8 +256,8 @@ class Endpoint:
     """Sends a piece by a connection that a worker has made to this one; drops it if the worker is gone.
 
     Returns:
-      The tracker of the last chunk of a model; None for other chunks, and if the piece
-      is dropped.
+      The tracker of WAITS, or of the last chunk of a model; None for other chunks, and
+      if the piece is dropped.
     """
     is_last = piece.tag == 0  # the tag counts the chunks that follow
     with contextlib.suppress(zmq.ZMQError):
@@ -272,7 +274,7 @@ class Endpoint:
     """Gives the protocol an answer of the server; ignores a malformed one with a warning."""
     try:
       answer = messages.parse_answer(frames[0])
-      # STATUS is for people, not for the protocol
+      # STATUS is for people and readers (`Follower`), not for the protocol.
       if answer.kind != ServerMessage.STATUS:
         self._handle(answer)
     except messages.Rejected as error:

@@ -37,8 +37,8 @@ class Warnings:
       text: the message.
       now: the time in seconds.
     """
-    # Removed and inserted again: so the dict begins with the kind whose last warning is
-    # the oldest, which is forgotten first.
+    # Removed and inserted again: so the dict begins with the kind that `say` was called
+    # with longest ago, which is forgotten first.
     said, pause, unsaid = self._said.pop(kind, (-float("inf"), _PAUSE, 0))
     is_due = now >= said + pause
     if is_due:

@@ -113,13 +113,14 @@ class Membership:
       for none.
     waits: whether a request of the training loop is open; the first one asks for the
       model to start from.
-    addresses: of the other workers of whom the server has told, by worker.
+    addresses: by worker of whom the server has told, this one too: the address of its
+      process with the number `part`.
     part: the number of this process among those of the worker.
     lost: once the server is lost, which message has not come for how many seconds.
     relay: passes signals and answers on if the worker has several processes; else None.
     server_until: deadline of the next message of the server.
     peer_until: deadline of WELCOME, or of the next message of another worker.
-    stalled_until: deadline of the next byte of the donor.
+    stalled_until: deadline of the next chunk of a model, or WAITS, of a donor.
     _heard: when the last message of the server came.
     _next_signal: when the next HELLO, NOT_FINITE or BEAT is sent.
   """
@@ -198,8 +199,8 @@ class Membership:
     """Sends, when it is time, HELLO or NOT_FINITE while joining, heartbeats afterwards.
 
     Args:
-      hello: NOT_FINITE where the model of this worker has NaN or Inf, so that it may
-        join only if there is a donor; else HELLO.
+      hello: NOT_FINITE where the model of this worker has NaN or Inf, so that WELCOME
+        comes only once there is a donor; else HELLO.
       undelivered: in rounds, the weight that was trained for and not delivered.
     """
     if self.now < self._next_signal:
@@ -238,7 +239,7 @@ class Membership:
     """
     for worker, address in addresses.items():
       self.addresses.pop(worker, None)
-      # the process that has the number of this process in its worker; "" if none has
+      # the address of its process with the number `part`; "" if there is none
       if counterpart := self._counterpart(address or ""):
         self.addresses[worker] = counterpart
 
@@ -261,9 +262,13 @@ class Membership:
 
     Args:
       limit: how long the server may be silent.
-      donor: address of the worker whose model this worker has to fetch, or None.
-      most: times `limit`, after which a server is lost that was silent before.
+      donor: address of the worker whose model this worker has to fetch, or None; in
+        rounds addresses of several, with spaces.
+      most: a server that was silent for long before is lost after `most * limit` at
+        most.
     """
+    # With a donor, too: `fetch`, with which the protocol begins the open request, sets
+    # "fetching".
     self.state = "joined"
     self.limit = limit
     self.most = most
@@ -323,7 +328,7 @@ class Membership:
       self.join_again(RETRY)  # WELCOME names a donor
 
   def open_request(self) -> bool:
-    """The training loop has a request; True if it can begin now, False if it begins when this worker has joined."""
+    """The training loop has a request; True if it can begin now, False if it begins once the state is "joined"."""
     self.waits = True
     if self.state == "joined":
       self.await_peer()
@@ -542,7 +547,7 @@ class Members(Generic[M]):
       that it was told (`told`), and `rivals`: connections of other processes that ask
       for its number, each with the time of its first HELLO.
     alike: what the workers that have joined have alike.
-    _last_probe: when the server has sent heartbeats.
+    _last_probe: when the server sent heartbeats last.
     _changes: how often workers have joined and left, which numbers these changes.
     _addresses: by worker, the number of its last change, and its address, None if it
       has left.
@@ -675,7 +680,7 @@ class Members(Generic[M]):
     worker = signal.worker
     member = self.known.get(worker)
     if member and member.connection != connection:
-      # Forgets processes that no longer ask for the number.
+      # Forgets processes whose first HELLO was long ago: one that still asks is new.
       member.rivals = {
         rival: at
         for rival, at in member.rivals.items()

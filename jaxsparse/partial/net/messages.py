@@ -241,8 +241,10 @@ class Signal(NamedTuple):
       processes, with commas.
     alike: in HELLO and NOT_FINITE, what all workers need alike.
     position: in rounds, of the sender.
-    digest: in DONE the digest of the result, 62 bits.
-    missing: in FAILED the member whose message is missing, -1 for none.
+    digest: in DONE the digest of the result, 62 bits; in other signals of a part of a
+      worker that of the anchor that it has fetched.
+    missing: in FAILED the member whose message is missing, or that cannot be reached;
+      -1 for none.
 
   Example:
     >>> Signal(WorkerMessage.READY, 3, 17).pack()[:11].hex()
@@ -494,7 +496,7 @@ def parse_answer(frame: bytes) -> Answer:
     content = strict_json.parse(frame[1:])
     if not isinstance(content, dict):
       raise ValueError("no fields")
-    # STATUS is shown to people: its fields have no bounds.
+    # STATUS is for people and readers (`Follower`): its fields are not checked.
     if kind != ServerMessage.STATUS:
       _check_fields(kind, content)
     if kind == ServerMessage.GROUP:

@@ -29,8 +29,8 @@ STALLED = 10.0  # seconds without a byte of a donor after which a worker asks ag
 # soon
 _PATIENCE = 5.0
 _PULSE = 1.0  # seconds between two WAITS to a worker
-# words of a chunk at least, unless the model is smaller: 64 KiB in `STALLED` seconds,
-# 6.5 kB/s, are progress
+# words of each chunk but the last at least: 64 KiB in `STALLED` seconds, 6.5 kB/s, are
+# progress
 _CHUNK = 1 << 14
 _MOST_CHUNKS = 1 << 12  # chunks of a model or slice
 
@@ -68,7 +68,8 @@ def requests(
   Args:
     donors: addresses of the donors to ask.
     in_vain: how many fetches were in vain: a donor may have no links.
-    round_: a donor answers once its anchor has been through so many rounds.
+    round_: a donor answers once its anchor has been through so many rounds, or after
+      `_PATIENCE` seconds.
     worker: the number of the worker that asks.
     has: how many rounds its own anchor has been through; links lead on from there.
     id_: the id of the last of these rounds; 0 for none.

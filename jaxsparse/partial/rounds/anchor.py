@@ -37,13 +37,13 @@ class Forked(ValueError):
 
 
 class OwnAnchor:
-  """The anchor and the residual of a worker; it can undo the last round, and keeps last rounds for other workers.
+  """Owns the anchor and the residual of a worker, can undo its last round, and keeps links for other workers.
 
   Args:
     outer: the outer step; also an attribute.
-    anchor: before the first round; as an attribute after the last one that counted. In
-      its outer state it has the residual of this worker; all else is equal on all
-      workers.
+    anchor: before the first round; as an attribute after the last one that counted.
+      `residual_group`, and in its outer state the residual, `worker` arrays and
+      counters, are of this worker alone; all else is equal on all workers.
     worker: its number; −1 for a reader, which is no worker.
 
   Attributes:
@@ -54,10 +54,10 @@ class OwnAnchor:
     is_stale: whether this worker was in rounds after its state was saved, so that
       nothing of the state but its anchor is left.
     _is_restored: whether the anchor is that of a saved state, with no round since.
-    _before: the anchor and `delta` before the last round of this worker; None if it can
-      not be undone.
+    _before: the anchor before the last round of this worker, and the `delta` that it
+      gave then; None before that round, and once `_change_branch` has undone it.
     _links: the last rounds, oldest first, for workers that have missed them.
-    _digest: of the anchor, by which members compare results; None if not computed yet.
+    _digest: of the anchor, which `digest` returns; None if not computed yet.
   """
 
   def __init__(self, outer: OuterStep, anchor: Anchor, worker: int):
@@ -88,7 +88,10 @@ class OwnAnchor:
     self._digest: int | None = None  # another anchor, another digest
 
   def restore(self, state: SavedState) -> None:
-    """Replaces the anchor and the residual by those of a saved state, which has the entries of `arrays`."""
+    """Replaces the anchor and the residual by those of a saved state, which has the entries of `arrays`.
+
+    To be called before the first round, when there is nothing to undo.
+    """
     saved = self.outer.unpack(np.asarray(state["anchor"]).tobytes(), self.anchor)
     # `unpack` keeps the residual of this worker, zeros before its first round.
     saved = self.outer.add_residual(saved, state["residual"])
@@ -106,7 +109,7 @@ class OwnAnchor:
     }
 
   def replace(self, group: WorkerGroup, result: Result, digest: int) -> RoundPosition:
-    """Makes the result of a round the anchor, since it counts; returns its position.
+    """Makes the result of a round that counts the anchor; returns its position.
 
     Args:
       group: of the round.
@@ -123,7 +126,7 @@ class OwnAnchor:
     return self.anchor.position
 
   def _keep(self, links: Iterable[RoundLink]) -> None:
-    """Adds links; drops the oldest ones while all have more bytes than the anchor, which is sent in their place."""
+    """Adds links; drops the oldest while all together have more bytes than the anchor, which is sent instead."""
     self._links.extend(links)
     most = self.outer.size(self.anchor)
     # A link that is not packed yet has 0 bytes, and counts next time.
@@ -172,14 +175,15 @@ class OwnAnchor:
     return is_there and anchor.position.round >= after.round
 
   def _unpack(self, model: Piece) -> tuple[Anchor, int, list[RoundLink]]:
-    """The donor's anchor with this worker's residual, the anchor's digest, and the links to it; [] for a whole anchor.
+    """The donor's anchor with this worker's residual, the anchor's digest, and the links applied; [] if it came whole.
 
     Args:
       model: four i64, of which digest and number of words are checked; then the words
         of an anchor or of links.
 
     Raises:
-      ValueError: for bytes of neither, or an anchor without the digest that is sent.
+      ValueError: for bytes of neither, or an anchor with another digest than the one
+        that is sent.
     """
     prefix, words = np.split(model.values.view(np.uint32), [PREFIX])
     links = list[RoundLink]()
@@ -213,7 +217,8 @@ class OwnAnchor:
     anchor = self.anchor
     if not anchor.lineage.includes(start):
       raise ValueError(f"its links begin at another round {start.round}")
-    # Links may begin before the last round of this worker.
+    # Links may begin before the last round of this worker. Where its own rounds are of
+    # another branch, the digest of the result differs.
     missed = links[anchor.position.round - start.round :]
     for link in missed:
       anchor = link.follow(self.outer, anchor)
@@ -231,15 +236,16 @@ class OwnAnchor:
     Args:
       model: the anchor, or links to it, as the donor sends it.
       base: number of the group of the last round, as the server says.
-      digest: of the anchor after that round, as the server says. Not compared: 0, the
-        server does not know it; −1, in a part of a worker, whose lead compares it.
+      digest: of the anchor after that round, as the server says; 0 if the server does
+        not know it. A part of a worker has 0 or −1 here, since its lead compares the
+        digest. Neither value is compared.
 
     Returns:
       The position of this worker with the new anchor.
 
     Raises:
-      ValueError: for an anchor that is older, or has another digest than the one after
-        round `base`, or is of another model.
+      ValueError: for an anchor that is older, or is that of group `base` and has
+        another digest, or is of another model.
       Forked: if this worker was started with an anchor of another branch.
     """
     # The new anchor with this worker's residual; links are [] where it was sent whole.
@@ -256,8 +262,8 @@ class OwnAnchor:
       )
     if anchor.lineage.conflicts(local.lineage):
       anchor = self._change_branch(anchor)
-    # The group of this worker's last round, as the run knows it, is not that of the
-    # residual here: a later residual has replaced this one.
+    # The residual here is not that after this worker's last round, as the run knows it:
+    # that round was a later one, or a round of this residual does not count.
     if anchor.residual_group != anchor.latest.get(self._worker, 0):
       anchor = self._drop_residual(anchor)
     if not links:  # a whole anchor: earlier links do not lead to it
@@ -326,6 +332,7 @@ class OwnAnchor:
     It begins with four i64: the digest of the anchor, the number of words of all
     slices, the index of this slice, and the number of slices. Nothing follows where the
     links are not here or as large as the anchor: the worker then asks for the anchor.
+    Nor does anything follow where it asks for a slice of another round's anchor.
 
     Args:
       request: FETCH, with four i64 as its values: the round of the worker's anchor,
@@ -339,7 +346,7 @@ class OwnAnchor:
     if not 0 <= index < count <= MOST_DONORS:
       index, count = 0, 1
     is_late = count > 1 and request.number != self.anchor.position.round
-    # Other donors send slices of the anchor of the round asked for: a slice of a later
+    # Other donors send slices of the anchor of the round asked for: a slice of another
     # anchor does not fit them.
     if is_late:
       words = _NO_WORDS
@@ -364,7 +371,7 @@ class OwnAnchor:
     # With a count below 1 these links are wrong, but `is_known` is false.
     links = [*self._links][-count:]
     is_known = 0 < count == len(links) and self.anchor.lineage.includes(start)
-    # None: not packed yet, or as many bytes as an anchor
+    # None: not packed yet, or at least as many bytes as an anchor
     if is_known and all(link.words is not None for link in links):
       words = chain.pack(start, links)
       if words.nbytes < self.outer.size(self.anchor):

@@ -64,7 +64,7 @@ class RoundLink:
     self.words = words if self.nbytes < most else None
 
   def follow(self, outer: OuterStep, anchor: Anchor) -> Anchor:
-    """`anchor` after this round, in which this worker was not: its residual stays."""
+    """`anchor` after this round, by its totals alone; the residual of this worker stays."""
     # The outer step was skipped, and has no totals.
     if not self.members:
       return outer.follow(anchor, self.size, self.number)[0]
@@ -79,7 +79,8 @@ class RoundLink:
     for words in parts:
       after = subtract(outer, after, leaves, _array_of(words, like))
     after = after.has_moved(self.members, self.number)
-    # `has_moved` sets `residual_group` to this round, but the residual here is older.
+    # `has_moved` sets `residual_group` to this round, as for a member whose residual is
+    # new: here the residual stays, and so does its group.
     return after._replace(residual_group=anchor.residual_group)
 
 
@@ -98,8 +99,8 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
   """The inverse of `pack`: `start`, and the links, packed; the words come from another worker.
 
   Raises:
-    ValueError: for words that `pack` has not made; for some of them IndexError,
-      TypeError or RecursionError. The caller refuses the words then.
+    ValueError: for words without a header as `pack` makes it; for some of them
+      IndexError or TypeError. The caller refuses the words then.
   """
   end = _START + int(words[1])
   round_, id_, fields = strict_json.parse(words[_START:end].tobytes())
@@ -108,7 +109,8 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
     are_whole = map(strict_json.is_whole, (group, size, length, round_, id_, *members))
     if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
       raise ValueError(f"no link: {size} members {members}")
-    # Missing words are not noticed here: the anchor then has another digest.
+    # Missing words are not noticed here: `follow` then fails, or its anchor has another
+    # digest.
     packed = words[end : end + length]
     links.append(RoundLink(group, size, tuple(members), (), packed, packed.nbytes))
     end += length

@@ -49,7 +49,8 @@ class Exchanger(OwnAnchor):
     delivered: the `Result` of the last round of this worker that counted.
     post: gives the protocol of this worker an event.
     _run: the exchange that was begun last.
-    _sizes: of the smallest and the largest group, for which steps are compiled.
+    _sizes: of the smallest and the largest group: `_compile` compiles steps for these
+      and the sizes between them only.
     _thread: one thread, in which exchanges run, and copies to the CPU.
     _compiler: one thread, which compiles the outer step for sizes of group to come.
   """
@@ -116,8 +117,8 @@ class Exchanger(OwnAnchor):
   def skip(self) -> int:
     """Replaces the result of the round under way by one with a skipped outer step; returns the digest of its anchor.
 
-    A process skips where its part of the total is not finite. All processes of a worker
-    must have the same anchor after a round, so all skip if one does.
+    A process skips where its part of the total is not finite. In a round the slices of
+    all processes of a worker must move, or none, so all skip if one does.
     """
     run = self._run
     assert run
@@ -140,8 +141,8 @@ class Exchanger(OwnAnchor):
     position = self.replace(run.group, run.result, run.digest)
     run.result = self.delivered  # the same result, without its large totals
     # `_thread` is idle now. It packs the totals of the round, the link that `replace`
-    # has added, for workers that have missed it, if they are fewer bytes than the
-    # anchor.
+    # has added, for workers that have missed it. They are kept if they are fewer bytes
+    # than the anchor.
     self._thread.submit(self._links[-1].pack, self.outer.size(self.anchor))
     # The sizes of the next group if a worker is lost, or joins.
     for size in (self.anchor.size - 1, self.anchor.size + 1):
@@ -149,7 +150,7 @@ class Exchanger(OwnAnchor):
     return position
 
   def drop(self) -> None:
-    """Gives up the exchange that was begun last, whose round counts for nobody: its thread ends soon."""
+    """Gives up the exchange that was begun last: if it still runs, it soon ends without a result."""
     if self._run:
       self._run.fail()
 

@@ -29,7 +29,8 @@ from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.types import Comm
 from jaxsparse.weights.subscriber import Published
 
-_MOST_ARRAYS = 64  # for each parameter in a message
+# bound of a message, in sizes of this reader's anchor, at first of parameters alone
+_MOST_ARRAYS = 64
 
 
 class Follower:

@@ -1,7 +1,8 @@
 """What a worker of rounds has moved: the parameters that it goes on from, and what is left after a round.
 
-The base, f32 leaves, is the anchor θ from which worker w goes on after a round. Its
-parameters are θ_w = base − moved, rounded to their dtypes; `moved` is f32.
+The base, f32 leaves, is what worker w goes on from after a round: the anchor θ, with
+`apply_residual` less its residual / weight. Its parameters are θ_w = base − moved,
+rounded to their dtypes; `moved` is f32.
 """
 
 import functools
@@ -26,11 +27,11 @@ def parameters(
 def movement(
   base: optax.Params, before: optax.Params, params: optax.Params
 ) -> optax.Params:
-  """Base − θ_w, f32: `before`, as it was when training last went on from the base, and what was moved since.
+  """Base − θ_w, f32: `before`, plus what was moved since training last went on from the base.
 
   Args:
     base: f32 leaves from which training goes on.
-    before: f32 leaves, base − θ_w then.
+    before: f32 leaves, base − θ_w when training last went on from the base.
     params: θ_w now, in the dtypes of the parameters.
 
   Raises:

@@ -44,7 +44,7 @@ class Anchor(NamedTuple):
   Attributes:
     params: θ, f32, a pytree of arrays of the CPU.
     outer: the state of the outer chain for a group of `size` workers, by the number of
-      the fragment. Of this worker alone: the residuals in it.
+      the fragment. Of this worker alone: residuals, `worker` arrays and counters in it.
     size: the number of workers that the state of the outer chain is for; 0, without a
       state, before the first round.
     position: the last round.
@@ -64,7 +64,7 @@ class Anchor(NamedTuple):
   residual_group: int = 0
 
   def has_moved(self, members: Iterable[int], group: int) -> "Anchor":
-    """The same after the round of a group in which it moved, with this worker.
+    """The anchor with `latest` and `residual_group` set, after a round with this worker in which the anchor moved.
 
     Args:
       members: numbers of the workers in the round.
@@ -305,8 +305,8 @@ class OuterStep:
       anchor: of any round, for the shapes of its parameters.
 
     Raises:
-      ValueError: for a chain that no group allows, or whose results would not be alike
-        on all workers.
+      ValueError: for a chain that no group of 2 … 8 workers allows, or whose results
+        would not be alike on all workers.
     """
     for size in range(2, _MOST_TEAMS + 1):
       try:
@@ -363,7 +363,8 @@ class OuterStep:
     """
     leaves = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, delta)
-    # `atomic`: where a collective skips, updates are zeros, and all of the state stays.
+    # `atomic`: where a collective skips, updates are zeros, and all of the state stays
+    # but counters.
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(
       weighted, before, leaves
     )
@@ -384,7 +385,7 @@ class OuterStep:
 
     Raises:
       ValueError: for a chain without a jaxsparse transform, or with one that remembers
-        what each worker has given last.
+        what each worker has given last; for a size that the chain does not allow.
     """
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
@@ -418,7 +419,7 @@ class OuterStep:
     return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=is_node)
 
   def less_residual(self, anchor: Anchor, weight: float) -> optax.Params:
-    """θ − r_w / weight, f32 leaves: the anchor moved by the residual r_w, which this worker gave with that weight."""
+    """θ − r_w / weight, f32 leaves: the anchor less the residual r_w of this worker, in units of weight · (θ − θ_w)."""
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
   def residual(self, anchor: Anchor, fragment: int | None = None) -> np.ndarray:
@@ -502,7 +503,7 @@ class OuterStep:
     """The anchor of another worker, with the residuals of this one.
 
     Args:
-      content: the bytes, as `pack` has them, perhaps with padding.
+      content: the bytes, as `pack` returns them.
       local: the anchor of this worker.
 
     Raises:
@@ -524,7 +525,7 @@ class OuterStep:
       array = np.frombuffer(content, like.dtype, like.size, at)
       arrays.append(array.reshape(like.shape))
       at += like.nbytes
-    # Messages are padded to whole words.
+    # `pack` adds zeros up to a whole word.
     if not 0 <= len(content) - at < 4:
       raise ValueError(
         f"{len(content)} bytes, those of an anchor of this model are {at}"
@@ -634,7 +635,10 @@ def _residuals(outer: optax.OptState) -> list[jax.Array]:
 def _less_residual(
   params: optax.Params, outer: optax.OptState, weight: jax.Array
 ) -> optax.Params:
-  """θ − residual / weight, f32 leaves: the residual is in units of weight · (θ − θ_w)."""
+  """θ − residual / weight, f32 leaves: the model with what this worker has given and no round has delivered.
+
+  The residual is in units of weight · (θ − θ_w).
+  """
   # Names of leaves to f32 in their shapes; each leaf is in at most one transform.
   residuals = [residual_leaves(state) for state in states.reduce_states(outer)]
   behind = {name: leaf for leaves in residuals for name, leaf in leaves.items()}
@@ -663,7 +667,7 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
   # `ids` and `workers` say how long the two lists are.
   round_, _, size, ids, workers = header[2:_NUMBERS]
   is_whole = min(header) >= 0 and len(header) == _NUMBERS + ids + 2 * workers
-  # Bounds of messages: with larger numbers those of this worker would be refused.
+  # Bounds of the server: with larger numbers it would refuse this worker's signals.
   is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS
   is_small &= max(size, workers) <= MOST_MEMBERS
   is_small &= max(header[_NUMBERS : _NUMBERS + ids], default=0) < MOST_ID
@@ -690,7 +694,8 @@ def _alike(outer: optax.OptState) -> list[jax.Array]:
 def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptState:
   """`outer` with `arrays`, in the order of `_alike`, in place of its arrays that are the same on every worker."""
 
-  # A random key is made of its words; other arrays are what they are.
+  # Where `leaf` is a random key, `words` are those of the new key; else `words` is the
+  # new array itself.
   def make(leaf: Any, words: Any) -> Any:
     make_keys = jax.random.wrap_key_data
     return make_keys(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words

@@ -20,8 +20,9 @@ class Pairs:
   """The pairs of workers that are apart; all others are together.
 
   Attributes:
-    _failures: by pair that is apart f, and the number of the group of its last failure.
-    _tried: number of the last group that has failed.
+    _failures: by pair that is apart: f, the number of its failures, and the number of
+      the group of its last failure.
+    _tried: number of the group of the last call of `separate`.
 
   Example:
     >>> pairs = Pairs()

@@ -52,15 +52,16 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PartProtocol(RoundProtocol):
-  """The protocol of a part; its training loop is answered when all parts are, and as the lead decides.
+  """The protocol of a part; its training loop gets an answer once all parts have one, as the lead decides.
 
   Attributes:
-    membership: the place at the server, which is the lead; `part` is the number of this
-      process; `tell_server` sends to the lead, by part 0 to the real server.
+    membership: the place at the server, which for all parts but 0 is the lead:
+      `tell_server` sends to it. `part` is the number of this process.
     exchange: the `Exchanger` of this part's slices.
     _run: the exchange that runs, or has a result not known to count; or None.
     _welcomes: how often the part has joined.
-    _fetched: digest of the anchor that it has fetched, until a round counts; 0: none.
+    _fetched: digest of the anchor that it has fetched; 0: none, or an exchange has
+      ended since.
   """
 
   def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class PartProtocol(RoundProtocol):
     self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
-    # digest of the anchor that it has fetched, until a round counts
+    # digest of the anchor that it has fetched; 0 once an exchange has ended since
     self._fetched = 0
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
@@ -87,8 +88,8 @@ class PartProtocol(RoundProtocol):
       case Next.SKIP:
         if run := self._run_of(content["number"]):
           self._take_result(run, self.exchange.skip())
-      # The parts have different anchors: each joins again. Its request, which may have
-      # an answer already, is open again.
+      # The parts have different anchors, or the lead refuses what they have fetched:
+      # each joins again. Its request, which may have an answer already, is open again.
       case Next.AGAIN:
         if membership.state in ("joined", "fetching"):
           membership.waits = True
@@ -125,12 +126,12 @@ class PartProtocol(RoundProtocol):
     return position
 
   def _settle(self, run: Run, counts: bool) -> None:
-    """Ends an exchange: from now on the anchor is not one that was fetched."""
+    """Ends an exchange: the digest of a fetched anchor, which the lead has compared before it, is not needed again."""
     super()._settle(run, counts)
     self._fetched = 0
 
   def relay_answer(self, answer: Any) -> None:
-    """Tells the lead that there is an answer to the training loop, which the lead has given later; errors go at once.
+    """Tells the lead that there is an answer, which the training loop gets when the lead says so; errors go at once.
 
     Args:
       answer: an exception, a position, or None where parameters are not finite.
@@ -291,7 +292,7 @@ class LeadProtocol(PartProtocol):
   # From the parts to the server.
 
   def _take_signal(self, signal: Signal) -> None:
-    """Takes a signal of a part; the server gets one for all, in place of the signal of the last part."""
+    """Takes a signal of a part; the server gets one for all: HELLO, READY and DONE once all parts have sent theirs."""
     part = signal.worker
     self._last_signals[part] = signal
     match signal.kind:
@@ -339,6 +340,7 @@ class LeadProtocol(PartProtocol):
       # What the server compares between workers, with the start values of all parts.
       first, *rest = (self._joining[part].alike for part in sorted(self._all))
       address = ",".join(self.addresses)
+      # `_pass_to_server` sets the number of the worker, and its position.
       signal = signal._replace(address=address, alike=first.joined(rest))
       # The value of HELLO: for how many seconds this worker has been fetching an
       # anchor.
@@ -352,7 +354,8 @@ class LeadProtocol(PartProtocol):
       if result.kind == WorkerMessage.SKIPPED
     }
     moving = self._all - skipped.keys()
-    # Some parts have NaN or Inf in their slices, and others not.
+    # Some parts have skipped the outer step, as their slices of the total are not
+    # finite, and others not.
     if skipped and moving:
       # Parts that have moved send their results again once they have skipped.
       self._results = skipped

@@ -41,7 +41,7 @@ _FAILED = "!"  # begins an error
 
 
 class PartEndpoint(Endpoint):
-  """The endpoint of a worker, or of one part of it, whose server is the lead.
+  """The endpoint of a worker, or of one part of it; the server of all parts but the lead is the lead.
 
   Attributes:
     hear_part: at the lead, takes a message of another part; None elsewhere.

@@ -147,7 +147,7 @@ class Quorum:
     # the last one whose result counts for nobody
     self._failed: WorkerGroup | None = None
     self.pairs = Pairs()
-    # the group of the last round of each worker that counted
+    # by worker the number of the group of its last round that counted
     self._counted: dict[int, int] = {}
     self._digests: dict[int, int] = {}  # by member of the group under way that is done
 
@@ -294,7 +294,7 @@ class Quorum:
     self._check(worker)
     group = self._round_of(worker)
     if group is None or group.number != number:
-      return None  # the round has failed for another member
+      return None  # the round has failed meanwhile
     self._digests[worker] = digest
     if len(self._digests) < len(group.members):
       return None
@@ -363,7 +363,7 @@ class Quorum:
     return group, self.begin_if_all_ready()
 
   def _forget(self, worker: int) -> None:
-    """Makes a worker ready for nothing: no round waits for it."""
+    """Makes a worker neither ready nor expected, until it is ready again."""
     self._expected.pop(worker, None)
     self._ready.pop(worker, None)
 

@@ -9,10 +9,12 @@ may have told only some of the members that a round counts.
 
 Of each worker that has joined the server has a `RoundMember`, among other things with:
 
-    position, branch   of its anchor: round, number of the round's group; rounds before
+    position           of its anchor: how many rounds, and the number of the last group
+    branch             of its anchor: the run, and the ids of the rounds
     weight             of the steps that it has not delivered
     is_late            it was ready with an old anchor, and has not been told so
-    donor              the worker from which it fetches the anchor, told at `donor_named`
+    donor              the worker from which it fetches the anchor, told at
+                       `donor_named`; None: no worker
     fetches_since      since when it lacks an anchor that it is to fetch; None: it does not
     in_vain_since      since when it has asked donors again and again; None: it has not
     fetch_seconds      how long its last fetch has taken; 0 before the first
@@ -79,7 +81,7 @@ class RoundMember(Member):
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
   is_link: bool = False  # it has brought what a link has moved
-  donor: int | None = None  # worker from which it last fetched an anchor, or fetches
+  donor: int | None = None  # worker from which it fetches an anchor; None: from nobody
   donor_named: float = 0.0  # when it was told this donor
   # since when it has asked donors again and again; None if it has not
   in_vain_since: float | None = None
@@ -115,14 +117,15 @@ class RoundServer:
     _window: how long workers that are ready wait for others.
     _limit: seconds of silence after which a worker is lost.
     _started: whether rounds may begin: all workers are there, or `_limit` has passed.
-    _stayed: workers connected ever since the last round here; None: it was elsewhere.
+    _stayed: workers connected ever since the last round; None: that was not held here.
     _run: random number of the run.
     _sought: since when nobody has had the anchor of the last round; None: one has it.
     _awaits_since: since when the next round waits for workers that fetch.
     _next_wait: from when on it may do so again.
     _undecided: when workers last asked whether a round counts that is not known here.
     _rivals: workers that ask to join with an anchor of another branch of rounds.
-    _disbelieved: workers that said they had a later anchor, and gave it to no quorum.
+    _disbelieved: workers that had a later anchor, as they said, for which K workers
+      asked in vain.
     _ended: when each of the last rounds that counted ended.
   """
 
@@ -133,7 +136,7 @@ class RoundServer:
     self._limit = members.limit
     self._log = Warnings(logging.getLogger(__name__))
     self._began = now
-    # workers connected since the last round; None: the round was at another server
+    # workers connected ever since the last round; None: that was not held here
     self._stayed: set[int] | None = None
     self._quorum = quorum
     quorum.paused = True
@@ -145,7 +148,7 @@ class RoundServer:
     # when workers last asked whether a round counts that is not known here
     self._undecided = dict[int, float]()
     self._rivals = dict[int, _Rival]()
-    # workers that said they had a later anchor, and did not give it to a quorum
+    # workers that had a later anchor, as they said, for which K workers asked in vain
     self._disbelieved = set[int]()
     # since when nobody has had the anchor of the last round
     self._sought: float | None = None
@@ -413,7 +416,7 @@ class RoundServer:
       )
       apart = [donor for donor in donors if self._quorum.pairs.are_apart(worker, donor)]
       since = member.in_vain_since or now
-      # the donor of which it has got nothing for too long
+      # The donor from which the worker has got nothing for too long; None without one.
       was = member.donor if now > since + self._limit else None
       # False comes before True: the donor asked in vain is last, and before it donors
       # that this worker may not reach.
@@ -473,7 +476,8 @@ class RoundServer:
   def _go_back_to_newest(self, members: list[RoundMember]) -> None:
     """Makes the last round that of the newest anchor of these workers, on this branch if one has such an anchor."""
     ours = self._branch
-    # Tuples compare from the left: an anchor of this branch comes before a newer one.
+    # Tuples compare from the left: an anchor of this branch is preferred to a newer one
+    # of another branch.
     newest = max(
       members,
       key=lambda member: (not ours.conflicts(member.branch), member.position),
@@ -613,8 +617,8 @@ class RoundServer:
     # A new server learns the run's number; `_check_branch` has refused another run.
     if rounds:
       self._run = branch.run
-    # If `join` has taken over this worker's later round, nobody is ready any more: the
-    # workers that were ready are told to fetch its anchor.
+    # Where the last round of this worker has become that of the quorum, nobody is ready
+    # any more: the workers that were ready are told to fetch its anchor.
     if not quorum.waiting:
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self._known.get(worker)

@@ -88,7 +88,7 @@ class Slices(Whole):
     )
 
   def to_host(self, tree: optax.Params) -> optax.Params:
-    """The slices of this part: for each leaf a `_Slice`, flat, with zeros at the end of the last one."""
+    """The slices of this part, a `_Slice` for each leaf: flat, with zeros behind the last entry of the leaf."""
     return jax.tree.map(lambda leaf, its: its.slice_of(leaf), tree, self._slices)
 
   def to_device(self, tree: optax.Params) -> optax.Params:

@@ -84,7 +84,7 @@ def describe(status: dict[str, Any]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-  """Seconds in words; None before there is a round to measure."""
+  """Seconds in words; None while they are not known."""
   return "unknown seconds" if value is None else f"{value:.1f} s"
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 # seconds of a turn, while the usual ones are not known
 FIRST = 2.0
-# cost C of late work in usual turns: it misses the next turn, and enters the round
-# after
+# cost C of late work, in usual turns: it misses the next turn, and enters the round
+# after that turn
 _LATE = 2
 _RECENT = 5  # turns of a worker, whose median is usual: it follows day and night
 _RATIOS = 512  # turns of all workers that say how far they are from usual ones
@@ -74,7 +74,8 @@ class Window:
   @property
   def least(self) -> float:
     """Seconds for which each worker that is ready waits at least: so long others take to be ready after a failure."""
-    # A tenth of a usual turn; `FIRST` while that is not known, 0.
+    # A tenth of a usual turn, but at most `FIRST`; `FIRST` also where `usual` is 0, not
+    # known.
     auto = min(FIRST, self.usual / 10) or FIRST
     return auto if self._grace is None else self._grace
 
@@ -94,7 +95,7 @@ class Window:
 
   def end(self, worker: int, now: float) -> None:
     """Ends the turn of a worker that is ready: keeps its seconds, and their ratio to the median of its turns."""
-    # None: it was ready before, for a round that has failed, and has not trained since.
+    # None: no round of it has counted since it joined, or since it was ready last.
     if (begun := self._begun.pop(worker, None)) is None:
       return
     turns = self._turns.setdefault(worker, collections.deque(maxlen=_RECENT))
@@ -126,7 +127,8 @@ class Window:
     if self._opened is None:
       self._opened = self._until = now
     # A given window is over here at once: the server also awaits `waits_until` of the
-    # worker that opened it. One of "auto" is chosen anew when it ends: some have come.
+    # worker that opened it. One of "auto" is chosen anew when it ends, since more
+    # workers may be ready by then.
     if now >= self._until and self._grace is None:
       end = self._opened + _LATE * self.usual
       self._until = min(now + self.choose(ready, away, now), end)
