@@ -15,9 +15,11 @@ from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, 
 from jaxsparse.types import Link, check_whole
 
 _EVIDENCE_FILE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
-_MAX_GAP = 2.0  # percent of a method's loss above dense's
-_MIN_TASKS = 0.8  # the share of the tasks on which the gap is at most `_MAX_GAP`
-# arithmetic is scaled to so many times the timed entries, or as few, without a warning
+_MAX_GAP = 2.0  # percent by which a method's loss may be above dense's
+# the least share of tasks on which the gap is at most `_MAX_GAP`, of those that decide
+_MIN_TASKS = 0.8
+# `advise` warns if a device has more than this many times the timed entries, or fewer
+# than the timed entries divided by this
 _MAX_SCALE = 4
 _PREDICTIONS_FILE = importlib.resources.files("jaxsparse.costs") / "predictions.json"
 
@@ -35,7 +37,8 @@ class Evidence(NamedTuple):
     task: what was trained, in words.
     workers: number of workers P.
     steps: the method's steps to dense's loss / dense's own steps, mean over the seeds;
-      None if a seed never reached dense's loss.
+      None if a seed never reached dense's loss, or if the row has a `gap` and its steps
+      were not measured.
     deviation: standard deviation of this ratio over the seeds; None if `steps` is None.
     seeds: number of seeds.
     gap: percent by which the held-out loss is above dense's after as many steps, mean
@@ -62,12 +65,12 @@ class Evidence(NamedTuple):
   own_data: bool = False
 
   def __str__(self) -> str:
-    # `steps` and `deviation` are None if a seed never reached dense's loss.
-    reached = (
-      f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
-      if self.steps
-      else "never at dense's loss"
-    )
+    # `steps` and `deviation` are None together; with a gap they were not measured.
+    reached = "never at dense's loss"
+    if self.steps:
+      reached = f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
+    elif self.gap is not None:
+      reached = f"loss {self.gap:+.1f} % above dense's"
     return f"{reached} ({self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds)"
 
 
@@ -85,7 +88,8 @@ def evidence(
     A row for each method and task, an `Evidence`.
 
   Raises:
-    ValueError: for an optimizer without evidence; the message lists the known ones.
+    ValueError: if no row has this optimizer and `own_data`; the message lists the known
+      optimizers.
 
   Example:
     >>> import jaxsparse as js
@@ -262,10 +266,11 @@ def advise(
   steps · (compute + seconds per step), where `steps` are the method's steps over
   dense's. A method is before dense only if it is faster with one standard deviation of
   steps more. Of several trainings of one method the one that took most steps counts.
-  Rows with a `gap` and no steps say whether a method holds: its loss is within 2 % of
-  dense's on at least four of five tasks; tasks whose standard error leaves this open do
-  not count. A method that holds, and has no row with steps, is taken to need dense's
-  steps; a method that does not hold never reaches dense's loss.
+  Rows with a `gap` say whether a method holds: its loss is within 2 % of dense's on at
+  least four of five tasks; a task whose gap is above 2 % by no more than its standard
+  error does not count. A method that holds, and has no row with steps, is taken to need
+  dense's steps. A method that does not hold counts by its row with the largest gap: if
+  this row has no steps, the method never reaches dense's loss.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which
@@ -416,8 +421,8 @@ def _with_evidence(
   """
   for row in evidence:
     _check(row)
-  # Sorted by steps, since `_judge` takes the last row: the slowest training. Steps are
-  # None, and sorted as Inf, if a training never got to dense's loss.
+  # Sorted by steps, since `_judge` takes the last timed row: the slowest training. Rows
+  # whose steps are None are sorted as Inf.
   rows_of_method: dict[str, list[Evidence]] = {}
   for row in sorted(evidence, key=lambda row: row.steps or math.inf):
     rows_of_method.setdefault(row.method, []).append(row)
@@ -456,7 +461,7 @@ def _judge(rows: list[Evidence]) -> Evidence:
 
 
 def holds(rows: Sequence[Evidence]) -> bool:
-  """Whether a method's loss is within 2 % of dense's on four of five tasks; true without a task that decides."""
+  """Whether a method's loss is within 2 % of dense's on at least four of five tasks; true if no task decides."""
   gaps = [(row.gap, row.gap_error or 0.0) for row in rows if row.gap is not None]
   within = sum(gap <= _MAX_GAP for gap, _ in gaps)
   # A gap that is too large by less than its standard error decides nothing.

@@ -639,3 +639,11 @@ def test_seconds_inside_a_worker_are_for_each_message_and_byte():
   assert js.costs.advise(params, wide).best.inside == pytest.approx(
     1e-6 * (cost.messages + cost.agreements) + 1e-10 * cost.bytes
   )
+
+
+def test_a_row_of_evidence_says_what_was_measured():
+  row = js.costs.evidence("adam")[0]._replace(steps=None, deviation=None, gap=None)
+  assert str(row).startswith("never at dense's loss (")
+  assert str(row._replace(gap=-0.8)).startswith("loss -0.8 % above dense's (")
+  timed = row._replace(gap=-0.8, steps=1.1, deviation=0.1)
+  assert str(timed).startswith("1.10 ± 0.10 times dense's steps (")

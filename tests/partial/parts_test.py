@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxsparse as js
 from jaxsparse.launch.start import free_port
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.messages import Signal, WorkerMessage
@@ -91,12 +92,12 @@ def by_part(tree, parts=2):
     {"fragments": 2, "delay": 1},
     {"delay": 1, "mixing": 0.5},
     {"dtype": "bfloat16", "delay": 1, "mixing": 0.5, "nan": 6},
-    {"fragments": 2, "link": True},
+    {"fragments": 2, "link": True, "own_keys": True},
   ],
   ids=str,
 )
 def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(
-  options, start, finish
+  options, start, finish, tmp_path
 ):
   """With leaves that are sharded over all devices, and replicated, and whose sizes two does not divide."""
   every = 4
@@ -106,7 +107,9 @@ def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(
 
   def train(number):
     given = {"every": every} | {
-      name: value for name, value in options.items() if name not in ("nan", "dtype")
+      name: value
+      for name, value in options.items()
+      if name not in ("nan", "dtype", "own_keys")
     }
     params = jax.tree.map(
       jnp.asarray, parts_trainer.start(options.get("dtype", "float32"))
@@ -117,7 +120,10 @@ def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(
 
   with serve(2) as server:
     expected = in_threads(2, train)
-  with serve(2) as server:
+  *own, at_server = js.partial.Keys.make_own(2)
+  for number, keys in enumerate(own):
+    keys.write(tmp_path / f"keys.{number}")
+  with serve(2, keys=at_server if options.get("own_keys") else None) as server:
     workers = [
       start(server.address, number, steps=steps[number], every=every, **options)
       for number in range(2)

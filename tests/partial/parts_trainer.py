@@ -127,6 +127,8 @@ def main(address, number, part, port, folder, parts, devices, steps, **options):
   saved = options.pop("saved", [])
   state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
   params = place(start(options.pop("dtype", "float32")))
+  if options.pop("own_keys", False):
+    options["keys"] = js.partial.Keys.read(f"{folder}/keys.{number}")
   with (
     contextlib.suppress(RuntimeError if catches else ()),
     js.partial.Rounds(address, number, params, chain, state=state, **options) as worker,

@@ -559,9 +559,15 @@ def test_bad_arguments(options, message):
     js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, **options)
 
 
+@pytest.mark.timeout(60)
 def test_a_server_that_is_not_there():
-  with pytest.raises(js.partial.ControllerLost, match="no WELCOME"):
-    js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, every=2, timeout=0.5)
+  with serve(1) as server, join(server, 0, every=1) as worker:
+    worker.step(worker.params)
+  for state in None, worker.state:
+    with pytest.raises(js.partial.ControllerLost, match="no WELCOME"):
+      js.partial.Rounds(
+        "tcp://127.0.0.1:9", 0, START, averaging, every=1, timeout=0.5, state=state
+      )
 
 
 # layer_10 is before layer_2
@@ -789,6 +795,7 @@ def test_nan_is_not_kept_by_a_worker_that_leaves_in_the_middle_of_an_exchange():
     worker.leave()
     worker.leave()  # nothing happens any more
   assert not worker.state["moved"].any()
+  assert not worker.state["trained"].any()
 
 
 def test_round_changes_when_it_is_applied_and_the_state_can_be_saved_then():

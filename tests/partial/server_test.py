@@ -338,9 +338,10 @@ def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
       assert not client.socket.poll(300)
     with js.partial.Worker(server.address, 1, jnp.zeros(3), keys=own[1]) as worker:
       address = worker._endpoint.address
-      for sender, answers in ((0, False), (2, True)):
+      # A process of the same worker, its lead or another part of it, may be any sender.
+      for key, sender, answers in ((2, 0, False), (2, 2, True), (1, 0, True)):
         client = socket(zmq.DEALER)
-        client.curve_publickey, client.curve_secretkey = own[2].own
+        client.curve_publickey, client.curve_secretkey = own[key].own
         client.curve_serverkey = at_server.public
         client.connect(address)
         client.send_multipart(Piece(PieceKind.FETCH, 0, sender).pack())

@@ -54,8 +54,8 @@ class Keys(NamedTuple):
   Attributes:
     public, secret: the pair of the run, by which workers know the server and each
       other.
-    own: the pair of this worker, public and secret; () where all share the pair of the
-      run.
+    own: the pair of this worker, or of the server, public and secret; () where all
+      share the pair of the run.
     workers: the public keys of all workers, by number; () where all share the pair.
 
   Example:
@@ -92,8 +92,9 @@ class Keys(NamedTuple):
   def read(cls, path: str | os.PathLike[str]) -> Keys:
     """Reads keys from a file that `write`, or `python -m jaxsparse.partial --keys=FILE`, has written.
 
-    The file has one key in each line: public and secret of the run; with keys of their
-    own also public and secret of this worker, then the public keys of workers 0, 1, ….
+    The file has one key in each line: public and secret of the run; where workers have
+    keys of their own, also public and secret of this worker, then the public keys of
+    workers 0, 1, ….
 
     Raises:
       ValueError: if the file holds anything else.
@@ -283,7 +284,8 @@ class Network:
 
   def wait(self, seconds: float) -> None:
     """Waits for messages for at most `seconds`, then handles those that have arrived."""
-    # at most `_MOST_AT_ONCE` of a socket, or one sender could keep the others waiting
+    # At most `_MOST_AT_ONCE` messages of a socket are handled before those of the next:
+    # else one sender could keep the others waiting.
     for socket, _ in self._poller.poll(round(1000 * seconds)):
       with contextlib.suppress(zmq.Again):  # raised when the socket is empty
         for _ in range(_MOST_AT_ONCE):
@@ -295,6 +297,9 @@ class Network:
   def _receive(self, socket: zmq.Socket) -> list[bytes]:
     """The frames of the next message; [] if it names another sender than the worker whose key has encrypted it.
 
+    Processes of one worker have the same key, and name their parts to its lead: from
+    this worker's own key every sender is taken.
+
     Raises:
       zmq.Again: if there is none.
     """
@@ -305,7 +310,9 @@ class Network:
     received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     frames = [frame.bytes for frame in received]
     key = str(received[-1].get("User-Id")).encode()
-    return frames if sender_of(frames[1:]) == self._keys.workers.index(key) else []  # type: ignore[union-attr]
+    _, _, own, workers = self._keys  # type: ignore[misc]
+    is_own = key in own[:1]
+    return frames if is_own or sender_of(frames[1:]) == workers.index(key) else []
 
   def close(self, linger: int) -> None:
     """Closes all sockets; unsent messages are dropped after `linger` milliseconds."""

@@ -131,7 +131,7 @@ class RoundProtocol(WorkerProtocol[Run]):
         membership.timeout = max(membership.timeout, nbytes / _SLOWEST)
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
-      # `Unreachable` of a donor, too, and answers of the server
+      # answers of the server, pieces, and any other `Unreachable`
       case _:
         super()._handle(event)
 
@@ -153,17 +153,18 @@ class RoundProtocol(WorkerProtocol[Run]):
   def _give_up(self) -> None:
     """Neither WELCOME nor a message of another worker has come in time: ends, drops the round, or asks again."""
     membership = self.membership
-    # A worker that has been in no round yet, with its first request open, ends: it has
-    # nothing to go on with.
+    # Whether the first request is open: HELLO is also the request after a round of this
+    # worker. If WELCOME does not come, the worker ends.
     is_new = (
       membership.waits
       and self._request.kind == WorkerMessage.HELLO
-      and not membership.position.round
+      and not self._own_round
     )
     # The time to leave in good order is over.
     if self._leaves:
       membership.state = "ended"
-    # `last` is 0: the exchange has no result yet, so its round can still fail.
+    # `last` is 0: the exchange has no result, so the round has not counted, and this
+    # worker may drop it.
     elif self._run and not membership.position.last:
       missing = self._run.missing  # the member whose message it waits for, or −1
       whose = "" if missing < 0 else f" of worker {missing}"
@@ -280,13 +281,15 @@ class RoundProtocol(WorkerProtocol[Run]):
         if membership.take_rejection(
           content["reason"], awaits_group=self._awaits_group
         ):
-          # Another server has other groups, of which `_settled` names none.
+          # The server does not know this worker: it has dropped it, or is another one
+          # with other groups, of which `_settled` names none.
           self._lose_place()
           self._settled = 0
       case ServerMessage.COMMIT if (
         run := self._run_of(content["number"])
       ) and membership.position.last:
         self._commit(run, content)
+        # Answers the training loop, asks a donor for the anchor, or says BYE.
         if membership.state == "joined":
           self._begin_request()
       case ServerMessage.BEHIND if self._awaits_group:
@@ -295,6 +298,7 @@ class RoundProtocol(WorkerProtocol[Run]):
           f"is behind: {membership.position.compare(self._last)}, "
           f"{f'which it fetches from {donor}' if donor else 'which no worker that is there has'}"
         )
+        # Without a donor now, a later WELCOME may name one.
         self._begin_request() if donor else membership.join_again(RETRY)
     # Signs of enough workers at this server: it is not left for the next one yet.
     if is_first or content.get("alive", 0) >= self.sizes[0]:
@@ -324,7 +328,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
-    """Takes the anchor of a donor, or the links that it has sent; asks again for one that is refused."""
+    """Takes the anchor or the links that a donor has sent; refuses what proves wrong, and asks again."""
     membership = self.membership
     # A prefix alone: the donor has no links. Asks for slices of the anchor instead.
     if not membership.in_vain and piece.values.size == PREFIX:
@@ -361,7 +365,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self._begin_request()
 
   def _adopt(self, piece: Piece) -> RoundPosition:
-    """Takes the anchor of a donor if its digest is that of the last round; returns the new position."""
+    """Takes the anchor of a donor, unless it is of the last round and has another digest; returns the new position."""
     return self.exchange.adopt(piece, self._last.base, self._digest)
 
   # The exchange of a round.
@@ -395,15 +399,15 @@ class RoundProtocol(WorkerProtocol[Run]):
     """
     membership = self.membership
     group_number = run.group.number
-    # HELLO after a pause begins the next round: members with different outer chains
-    # would fail again at once.
+    # Joins again after a pause, and then asks for another round: members with different
+    # outer chains would fail again at once.
     if digest is None:
       self._drop(run, "the exchange of this worker has failed")
       membership.tell(WorkerMessage.FAILED, group_number)
       membership.join_again(RETRY)
     else:
-      # From now on the round may count: `last` stays until the server has said so or
-      # not.
+      # From now on the round may count: `last` stays until this worker knows whether it
+      # does.
       membership.position = membership.position._replace(last=group_number)
       # While it joins, HELLO tells the server of `last`.
       if membership.state == "joined":

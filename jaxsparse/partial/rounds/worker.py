@@ -51,8 +51,8 @@ from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.types import Comm
 
 _FRACTION = 16  # fractional bits of a mean weight, which is sent as an integer
-# bound of a message, in arrays like the parameters: an anchor with the state of its
-# outer chain, or a message of a round of many workers
+# bound of a message, in sizes of this worker's anchor at the start: for the anchor of a
+# donor with the state of its outer chain, and a message of a round of many workers
 _MOST_ARRAYS = 64
 
 
@@ -99,9 +99,9 @@ class Rounds:
     link: whether this is a link, which does not train, but brings to its group what
       others have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is,
       in float32. Its steps have no weight.
-    wait: every H steps, wait up to so many seconds for the round to end; a late round
-      is applied after a later step. By default the `grace` of the server; with "auto"
-      2 s less what H steps take, at least 0.
+    wait: every H / F steps, wait up to so many seconds for the round to end; a late
+      round is applied after a later step. By default the `grace` of the server; with
+      "auto" 2 s less what H / F steps usually take, at least 0.
     bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of a
       worker that the server has; more where messages to all members of a round take
@@ -192,8 +192,9 @@ class Rounds:
       step = OuterStep(outer, fragments, device)
       # `alike` is what the server compares between workers when this one joins.
       alike = self._make_anchor(params, step, link, state)
-      # Bytes of an anchor with the state of the outer chain, of Adam for example two
-      # arrays a parameter: a donor sends both.
+      # Bytes of this anchor, before the first round of its parameters alone. A donor
+      # also sends the state of the outer chain, of Adam for example two arrays a
+      # parameter: `_MOST_ARRAYS` leaves room for it.
       size = step.size(self._exchanger.anchor)
       self._endpoint = processes.PartEndpoint(
         servers, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
@@ -219,7 +220,8 @@ class Rounds:
       state: a saved one, or None.
 
     Returns:
-      Leaves, options, outer chain and run, which the server compares between workers.
+      Leaves, their start values, options, outer chain and run, which the server
+      compares between workers.
     """
     # the leaves, or the slices of them, that this process exchanges
     own_params = self._place.to_host(params)
@@ -238,7 +240,7 @@ class Rounds:
       parts=self._place.parts,
       outer=step.chain_digest(anchor),
     )
-    # A worker without a state belongs to no run yet, which is 0.
+    # 0: a worker without a state belongs to no run yet.
     return alike._replace(run=int(state["run"]) if state else 0)
 
   def _connect(self, alike: Alike, servers: int) -> None:
@@ -304,15 +306,16 @@ class Rounds:
 
     Args:
       base: f32 leaves, as `_make_base` has them of the anchor as it is now.
-      moved: f32 leaves, θ − θ_w that no round has delivered.
+      moved: f32 leaves, base − θ_w, which no round has delivered.
       undelivered: i64[F, 2], weights and numbers of the steps in `moved`, by fragment.
       recent: weight of this worker in its rounds, a running mean; 0 before the first.
     """
     # Made first, since this line may raise: then nothing has changed.
     params = self._make_params(base, moved)
-    # Between assignments Python raises no KeyboardInterrupt: all change, or none.
+    # Python raises no KeyboardInterrupt between assignments without calls: up to
+    # `_since` all change, or none.
     self._base = base
-    self._moved = moved  # base − θ_w, where training goes on from the anchor
+    self._moved = moved  # base − θ_w when training last went on from the anchor
     # by fragment: weights of the steps, and steps
     self._undelivered = self._trained = undelivered
     self._recent_weight = recent  # weight of this worker in a round, smoothed
@@ -434,21 +437,28 @@ class Rounds:
     """Ends the exchange under way, once no round can count any more: applies its round, or keeps all movement.
 
     Args:
-      params: θ_w; None for those that the exchange began with.
+      params: θ_w, where the worker leaves with parameters; None for those with which
+        the exchange began.
     """
     if self._flight is None:
       return
+    # `trained`: the steps up to `params`
     delta, trained, before = self._flight
-    self._trained = trained if params is None else self._undelivered
-    params = self._make_params(self._base, delta) if params is None else params
+    if params is None:
+      params = self._make_params(self._base, delta)
+    else:
+      trained = self._undelivered
     # `delivered` is not the result from before the exchange: its round has counted.
     if self._exchanger.delivered is not before:
-      self._apply(params)
+      self._apply(params)  # which ends the exchange, too
       return
+    # base − params; `_moved` keeps what rounding to the dtypes of `params` has lost
     moved = moving.movement(self._base, self._moved, params)
-    # A state with NaN could not be restored: movement that is not finite is dropped.
+    # A state with NaN could not be restored: movement that is not finite is dropped,
+    # and its steps with it.
     finite = all_finite(moved)
     self._moved = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved)
+    self._trained = trained * int(finite)
     self._flight = None
     if self._exchanger.is_final:
       logging.getLogger(__name__).warning(
@@ -468,7 +478,7 @@ class Rounds:
     self.leave()
 
   def _begin(self, params: optax.Params) -> None:
-    """Begins the exchange of what was moved: asks for a round, or for the anchor where `params` are not finite."""
+    """Begins the exchange of what was moved: asks for a round, or for the answer None if `params` are not finite."""
     delta = moving.movement(self._base, self._moved, params)
     flight = delta, self._undelivered, self._exchanger.delivered
     # Round r exchanges fragment r mod F. The request has the mean weight of its steps
@@ -546,7 +556,7 @@ class Rounds:
       )
       moved = jax.tree.map(choose, self._of_fragment, moved, delta, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
-    # The movement that a round has delivered, which was revoked later, is given again.
+    # A round that was revoked later has delivered movement, which is given again.
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
     self._skips.add(result.skipped)
@@ -562,8 +572,8 @@ class Rounds:
     """The parameters from which a worker goes on, f32 on its device: the anchor, with `apply_residual` less r / weight.
 
     Args:
-      weight: of this worker in the last round, by which its residual r was multiplied;
-        0 before its first round.
+      weight: of this worker in its rounds, a running mean, by which r is divided; 0
+        before its first round.
     """
     anchor = self._exchanger.anchor
     params = anchor.params
