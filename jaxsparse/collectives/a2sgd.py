@@ -80,8 +80,8 @@ class A2SGD(Collective):
     parts = flatten.parts(grads, self.leaves or (grads.size,))
     # Algorithm 1: the two means of this worker, μ₊ and μ₋, f32[parts, 2]
     local = jnp.stack([two_means(leaf) for leaf in parts])
-    # Divided before the sum: a product that a sum follows may become a fused
-    # multiply-add, in some programs only.
+    # Divided before the all-reduce. After it, the division and the subtraction in
+    # `shift_entries` could be fused, in some programs only, and round otherwise.
     averages = comm.all_reduce(local / comm.size)
     # g′ of each part: entries beyond a mean move by average − mean
     shifts = list(map(shift_entries, parts, local, averages))

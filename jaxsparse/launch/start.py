@@ -160,6 +160,7 @@ def run(
         run_once(ranks, attempt, signals)
         return
       except RunFailed as error:
+        # Raises the error where the run is not started again.
         ranks = _ranks_left(error, ranks, min_ranks, restarts - attempt)
         # The run ends: then `_noted_signals` calls the program's handler.
         if signals:

@@ -44,6 +44,7 @@ class BitBlocks:
     columns: columns of a block, entries of a row.
     region: blocks of a worker's region.
     count: blocks of all regions.
+    block: entries of a block, 32 · columns.
   """
 
   n: int
@@ -353,7 +354,7 @@ class BitBlocks:
     return x
 
   def _entries(self, block: jax.Array) -> jax.Array:
-    """The entries of a block that are no padding, i32 like `block`, the number of a block in the vector."""
+    """The number of entries of a block that are no padding, i32 like `block`, the number of a block in the vector."""
     unpadded, rest = divmod(self.n, self.block)
     # the first block with padding has `rest` entries, later blocks none
     of_later = jnp.where(block == unpadded, rest, 0)

@@ -300,7 +300,10 @@ def _by_order(
   blocks: Blocks,
   least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter.
+  """The k largest candidates, filled up with the first zeros, on GPUs.
+
+  A sort of the slots of the chosen entries is fewer kernels than the sum and scatter of
+  `_by_count_with_zeros`.
 
   Args:
     indices: i32[rows, c], the candidates, block-relative; `length` in empty slots.

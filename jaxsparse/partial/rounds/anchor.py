@@ -307,12 +307,14 @@ class OwnAnchor:
     return self.outer.with_residual(anchor, before)
 
   def _drop_residual(self, anchor: Anchor) -> Anchor:
-    """`anchor` without the residual of this worker, which is not that after its last round, as the run knows it.
+    """`anchor` without the residual of this worker.
 
-    If it stayed, its entries could be delivered twice.
+    Called where `residual_group`, the group after whose round the residual was left, is
+    not `latest`, the last group of this worker as the run knows it. If the residual
+    stayed, its entries could be delivered twice.
     """
     latest = anchor.latest.get(self._worker, 0)
-    # 0: a worker that is started anew has no residual to drop.
+    # `residual_group` is 0 where the worker is started anew: it has no residual.
     if not anchor.residual_group and not self._is_restored:
       return anchor._replace(residual_group=latest)
     self.is_stale = self._is_restored
