@@ -238,7 +238,9 @@ class Endpoint:
   def _send_model(self) -> None:
     """Sends the model to the next worker that has asked for it, once ZeroMQ has sent the previous copy.
 
-    Once a second it sends WAITS to the workers that have to wait longer.
+    pyzmq copies a piece below 64 KiB and calls it sent at once: where the last chunk is
+    so small, the next worker does not wait. Once a second WAITS goes to the workers
+    that have to wait longer.
     """
     if self._transfer is None or self._transfer.done:
       self._transfer = None

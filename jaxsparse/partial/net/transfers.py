@@ -155,7 +155,7 @@ def _is_slice(first: Piece, index: int, count: int) -> bool:
 
 
 class Transfers:
-  """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
+  """Requests of other workers for the model of this one, answered in the order in which they came.
 
   Each peer has at most one waiting request. A server that tells a worker that it is
   behind tells the donors at the same time that the round counts: if a request arrives
