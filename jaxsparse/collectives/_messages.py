@@ -298,6 +298,10 @@ class SelectingCollective(EncodingCollective):
     """The method of selection that `selector` names."""
     return SELECTORS[self.selector]
 
+  def is_partial(self, n: int, state: State) -> bool | jax.Array:
+    # A reused threshold may select fewer entries than `entries(n)`.
+    return not self.selection.fills_slots or super().is_partial(n, state)
+
   def chosen_codec(self, length: int) -> Codec:
     """The codec of selected entries, to which nothing has been added."""
     return codec_of(self.wire, length, by_chunk=self.selection.one_per_chunk)

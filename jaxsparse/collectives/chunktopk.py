@@ -66,6 +66,8 @@ class ChunkTopk(SparseCollective):
       super().traits,
       conserves=self.combine == "workers",
       scaled=FORMATS[self.wire].row_words > 0,
+      # A chunk of fewer non-zero entries than slots sends zeros, too.
+      moves_zeros=self.wire == "2bit",
     )
 
   def chunks(self, n: int) -> tuple[int, int, int]:

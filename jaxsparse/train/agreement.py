@@ -143,7 +143,7 @@ def _agreements(
   `batch` is this worker's part.
   """
   comm = engine.comm
-  if "rng" in loss_arguments:
+  if loss_arguments.get("rng") is not None:
     # Each worker draws noise of its own, as in a training step.
     loss_arguments = loss_arguments | {
       "rng": jax.random.fold_in(loss_arguments["rng"], comm.rank)

@@ -149,12 +149,12 @@ def check_batch(batch: ArrayTree, engine: Engine, micro_batches: int = 1) -> Non
   """Checks that the leading axis of a batch divides among the workers, and among `micro_batches` of each.
 
   Raises:
-    ValueError: naming the array whose leading axis does not.
+    ValueError: naming the array whose leading axis does not, or is empty.
   """
   # `held` is P; or 1 under MPI, where the batch is already that of one worker.
   rows = engine.held * micro_batches
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
+    if np.shape(leaf)[:1] in ((), (0,)) or np.shape(leaf)[0] % rows:
       per_worker = f", {micro_batches} micro-batches each" if micro_batches > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "

@@ -22,7 +22,7 @@ from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
-from jaxsparse.train.worker import combine_scales, mean_loss
+from jaxsparse.train.worker import combine_scales, mean_over
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
 from jaxsparse.transform.checks import check_workers
@@ -310,7 +310,7 @@ def _gradient(
   value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
   loss, aux = value if has_aux else (value, ())
   grads, scales = combine_scales(comm, params, grads)
-  return mean_loss(comm, loss), states.add_row(aux), states.add_row(grads), scales
+  return mean_over(comm, loss), states.add_row(aux), states.add_row(grads), scales
 
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:

@@ -242,6 +242,7 @@ class TrainStep:
     # `_identity` of the state that the last call returned, by which that state is
     # recognized: it needs no check. None before the first call.
     self._known: jax.Array | None = None
+    self._known_params: list[int] = []  # `id`s of the parameters that it returned
 
   def __call__(
     self,
@@ -260,16 +261,18 @@ class TrainStep:
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
-      # Arrays that this step returned last share no buffers; arrays of the user may.
-      arguments = without_aliases(
-        arguments, by_buffer=_identity(state) is not self._known
-      )
+      # Arrays that this step returned last share no buffers; arrays of the user may,
+      # also with those.
+      is_known = _identity(state) is self._known and _ids(params) == self._known_params
+      by_buffer = not is_known or "shared" in named
+      arguments = without_aliases(arguments, by_buffer)
     # On several CPU devices, where programs run one at a time, the next program waits
     # for the loss of this one, and this call returns at once.
     params, state, metrics = dispatch(
       program, *arguments, follow=lambda results: results[2].loss
     )
     self._known = _identity(state)
+    self._known_params = _ids(params)
     self._skips.add(metrics.skipped, metrics.loss)
     # Flags of steps that have ended are read; none is waited for. `find` computes the
     # gradients once more, at the results of this step: skipped steps changed nothing.
@@ -318,20 +321,21 @@ class TrainStep:
     starting.check_state(state, params, self._engine)
     state = states.with_rows(state)
 
+    # Parameters and state go in and come out; the extra arguments only go in.
+    specs = (self._engine.same, placed(state, self._engine.axis))
+    in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
+    arguments = params, state, extra
+    # None unless a worker has several devices: then arrays keep their shardings.
+    kept = self._engine.shardings(arguments, in_specs)
+
     def make_program() -> Callable[..., tuple[ArrayTree, ArrayTree]]:
-      # Parameters and state go in and come out; the extra arguments only go in.
-      specs = (self._engine.same, placed(state, self._engine.axis))
-      in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
-      # None unless a worker has several devices: then arrays keep their shardings.
-      kept = self._engine.shardings((params, state, extra), in_specs)
       return self._engine.jit(
         self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2])
       )
 
     try:
-      return dispatch(
-        self._once(("exchange", *extra), make_program), params, state, extra
-      )
+      key = "exchange", jax.tree.structure(arguments), tuple(jax.tree.leaves(kept))
+      return dispatch(self._once(key, make_program), *arguments)
     except TypeError as error:
       if "keyword-only argument" not in str(error):
         raise
@@ -384,7 +388,9 @@ class TrainStep:
     """One step within a program that is traced, as in `jax.lax.scan` over steps: processes are not compared."""
     arguments = _arguments(params, states.with_rows(state), batch, named)
     # Shapes and dtypes suffice to choose the program.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    # Numbers of Python have neither.
+    shape_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    shapes = jax.tree.map(shape_of, arguments)
     program, _ = self._program(*shapes)
     return program(*arguments)
 
@@ -589,6 +595,10 @@ def _arguments(
 def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
   """The keyword arguments in what `_arguments` returned; {} without any."""
   return arguments[3] if len(arguments) > 3 else {}
+
+
+def _ids(params: optax.Params) -> list[int]:
+  return list(map(id, jax.tree.leaves(params)))
 
 
 def _identity(state: OptState) -> jax.Array | None:

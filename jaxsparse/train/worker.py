@@ -115,7 +115,7 @@ class WorkerStep(NamedTuple):
     # workers skip the step.
     if before is not None:
       grads = _nan_unless(finite, grads)
-    loss = mean_loss(comm, loss)
+    loss = mean_over(comm, loss)
     # Schedules such as optax.contrib.reduce_on_plateau take the loss as `value`.
     extra = {"value": loss} | extra if gives_value else extra
     # `optimized` leaves out Flax's scales of fp8, which no optimizer updates.
@@ -268,10 +268,10 @@ def _nan_unless(finite: jax.Array | bool, tree: ArrayTree) -> ArrayTree:
   return jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), tree)
 
 
-def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
-  """The mean over workers, summed in float32 where 16 bits could overflow."""
-  total = comm.all_reduce(loss.astype(flatten.wide_dtype(loss)))
-  return (total / comm.size).astype(loss.dtype)
+def mean_over(comm: Comm, x: jax.Array) -> jax.Array:
+  """The mean over workers in the dtype of `x`, summed in float32 where 16 bits could overflow."""
+  total = comm.all_reduce(x.astype(flatten.wide_dtype(x)))
+  return (total / comm.size).astype(x.dtype)
 
 
 def _gradients(
@@ -458,16 +458,18 @@ def _words_beside(
     model_state: as averaged, or this worker's own, which is not sent; None without.
     scales: the next scales of fp8, sent with one flag in one message; () without.
   """
-  cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
+  cost_as = lambda dtype, x: all_reduce_cost(x.size, size, dtype.itemsize).words
+  cost = lambda x: cost_as(x.dtype, x)
+  cost_of_mean = lambda x: cost_as(flatten.wide_dtype(x), x)
   # Bytes: x holds P rows, and an all-gather sends this worker's row to P − 1 others.
   sent_bytes = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
   rows = lambda x: math.ceil(sent_bytes(x) / 4)
-  of_aux = rows if worker.aux_reduce == "stack" else cost
+  of_aux = {"stack": rows, "mean": cost_of_mean}.get(worker.aux_reduce, cost)
   words = sum(map(of_aux, jax.tree.leaves(aux)))
   for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):
     # `next_leaf` reduces twice where P is no power of two.
     twice = size & size - 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    words += cost(leaf) * (2 if twice else 1)
+    words += cost_of_mean(leaf) * (2 if twice else 1)
   if entries := sum(leaf.size for leaf in jax.tree.leaves(scales)):
     words += all_reduce_cost(entries + 1, size).words
   return saturated(words, jnp.uint32)
@@ -488,7 +490,9 @@ def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
   if how == "stack":
     # In rank order the rows are the same on all workers, which `mark_total` declares.
     return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
-  return comm.all_reduce(x) / comm.size if how == "mean" else comm.all_reduce(x, how)
+  if how == "mean":
+    return mean_over(comm, x)
+  return comm.all_reduce(x, how)
 
 
 def _reduced(

@@ -16,7 +16,7 @@ from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.train import simulation
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of
 from jaxsparse.types import Deferred
-from tests.cases import CASES, assert_same_bits, integers, row
+from tests.cases import CASES, assert_same_bits, integers, normals, row
 
 N, WORKERS = 30, 4
 
@@ -259,3 +259,20 @@ def test_leaves_of_another_number_of_entries_are_refused(name):
       ValueError, match=r"n=8 entries, its leaves of shapes .* have 16"
     ):
       collective.init(8, 2)
+
+
+@pytest.mark.parametrize(
+  "label", ["oktopk", "topka:selector=reuse", "spardl:selector=reuse"]
+)
+def test_reused_thresholds_may_keep_entries_at_a_density_of_1(label):
+  """Of a second gradient of half the size, so its momentum has to be masked."""
+  name, *options = label.split(":")
+  chosen = dict(option.split("=") for option in options)
+  collective = js.make_collective(name, density=1.0, **chosen)
+  first = normals(0, 3, 200)
+  state = simulation.initial(collective, 3, 200)
+  _, state = simulation.reduce_all(collective, jnp.asarray(first), state)
+  _, state = simulation.reduce_all(collective, jnp.asarray(first / 2), state)
+  assert np.any(np.asarray(state.carried.residual[0]) == first / 2)
+  one = jax.tree.map(lambda leaf: leaf[0], state)
+  assert collective.is_partial(200, one) is not False

@@ -893,3 +893,76 @@ def test_a_restored_state_that_would_skip_all_steps_is_refused_until_it_is_flush
   assert np.isfinite(update).all()
   _, _, metrics = make_step()(params, flushed, batch)
   assert not metrics.skipped
+
+
+def _mean_square(params, batch):
+  return jnp.mean((params[None] - batch) ** 2)
+
+
+@pytest.mark.parametrize("what", ["model_state", "aux"])
+def test_means_of_float16_do_not_overflow(what):
+  """P times the number does."""
+  large = jnp.full(1, 40000.0, jnp.float16)
+  if what == "aux":
+    loss = lambda params, batch: (_mean_square(params, batch), large)
+  else:
+    loss = lambda params, batch, model_state: (
+      _mean_square(params, batch),
+      large + 0 * model_state,
+    )
+  comm = sim(4)
+  tx = optax.chain(js.dense_transform(comm), optax.sgd(0.1))
+  params = jnp.zeros(3)
+  step = js.make_train_step(loss, tx, comm, has_aux=what == "aux")
+  named = {} if what == "aux" else {"model_state": jnp.zeros(1, jnp.float16)}
+  *_, metrics = step(params, js.init(tx, params, comm), jnp.ones((4, 3)), **named)
+  assert getattr(metrics, what).tolist() == [40000.0]
+  assert int(metrics.words_beside) == js.costs.count("dense", n=1, workers=4).words
+
+
+def test_a_step_is_for_several_trees_and_numbers():
+  comm = sim(2)
+  outer = optax.chain(js.dense_transform(comm), optax.sgd(1.0))
+  tx = js.local_steps(optax.inject_hyperparams(optax.sgd)(0.1), outer, every=4)
+  loss = lambda params, batch: _mean_square(*params.values(), batch)
+  step = js.make_train_step(loss, tx, comm, donate=False)
+  batch = jnp.ones((2, 3))
+  for name in "wv":
+    params = {name: jnp.zeros(3)}
+    state = js.init(tx, params, comm)
+    state.inner.hyperparams["learning_rate"] = 0.5
+    traced, *_ = jax.jit(step.traced)(params, state, batch)
+    params, state, _ = step(params, state, batch)
+    np.testing.assert_array_equal(traced[name], params[name])
+    params, _ = step.synchronize(params, state)
+    np.testing.assert_allclose(params[name], 1 / 3, rtol=1e-6)
+
+
+def test_an_empty_batch_is_refused():
+  comm = sim(2)
+  tx = optax.chain(js.dense_transform(comm), optax.sgd(0.1))
+  step = js.make_train_step(_mean_square, tx, comm)
+  params = jnp.zeros(3)
+  with pytest.raises(ValueError, match=r"batch has shape \(0, 3\)"):
+    step(params, js.init(tx, params, comm), jnp.zeros((0, 3)))
+
+
+def test_arguments_that_share_buffers_with_returned_parameters_are_copied():
+  mesh = mesh_of(2)
+  tx = optax.chain(js.dense_transform("workers"), optax.sgd(0.1))
+  loss = lambda params, batch, shared: (
+    sum(_mean_square(leaf, batch) for leaf in params.values()) + 0.0 * shared.sum()
+  )
+  step = js.make_train_step(loss, tx, mesh)
+  params = {"a": jnp.zeros(3), "b": jnp.ones(3)}
+  state = js.init(tx, params, mesh)
+  batch = jnp.ones((2, 3))
+  params, state, _ = step(params, state, batch, shared=jnp.zeros(3))
+  first = jax.devices()[0]
+  for _ in range(2):
+    shared = jax.device_put(params["a"], first)
+    params["b"] = jax.device_put(params["a"], first)
+    expected = np.asarray(params["a"])
+    params, state, _ = step(params, state, batch, shared=shared)
+    np.testing.assert_array_equal(shared, expected)
+    np.testing.assert_array_equal(params["a"], params["b"])

@@ -123,6 +123,9 @@ class OkTopk(EncodingCollective):
   def traits(self) -> Traits:
     return dataclasses.replace(super().traits, sizes_vary=True)
 
+  def is_partial(self, n: int, state: State) -> bool:
+    return True  # A reused threshold may select fewer entries than `entries(n)`.
+
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries: L = ⌈k/P⌉; L + ⌊L/2⌋ in the split; up to six of blocks, ⌈L/2⌉ … 4 L."""
     even = -(-self.entries(n) // size)
