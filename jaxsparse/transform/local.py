@@ -122,8 +122,8 @@ def local_steps(
       residuals. Or a schedule: at the beginning of each period it is called with
       the number of steps so far, and returns the H of the period, which is rounded down
       and at least 1. While the learning rate decays, an H that grows reaches a lower
-      loss than a constant H with as many exchanges: `lambda step: 4 * 2 ** (step //
-      300)`.
+      loss than a constant H with as many exchanges: `lambda step: 4 * 2 **
+      jnp.minimum(step // 300, 5)`; without a limit the i32 overflows.
     fragments: F, 1 … H, and 1 with a schedule. Leaves stay whole: the largest first,
       each goes to the fragment with the fewest entries so far.
     delay: τ, less than H/F, and 0 with a schedule: the steps between an exchange and
