@@ -128,6 +128,10 @@ def count_update(
       f"count_update: axis={axis!r}, give the name of one axis, over which tx and workers= count"
     )
 
+  # Without shardings: a worker sends the same words however parameters lie on a mesh.
+  shape_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+  params = jax.tree.map(shape_of, params)
+
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:
       update = optax.with_extra_args_support(tx).update

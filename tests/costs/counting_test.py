@@ -181,3 +181,15 @@ def test_more_entries_than_indices_can_tell_are_refused(name):
   )
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(init, jax.ShapeDtypeStruct((4, 2**31), jnp.float32))
+
+
+def test_the_words_of_an_update_do_not_depend_on_shardings():
+  mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  tx = js.onebit_transform("workers")
+  params = jnp.zeros(256)
+  costs = [
+    js.costs.count_update(tx, x, workers=2)
+    for x in (params, jax.device_put(params, replicated))
+  ]
+  assert costs[0] == costs[1]
