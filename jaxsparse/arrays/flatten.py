@@ -14,11 +14,12 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse._compat import varying
+from jaxsparse.types import ArrayTree
 
 
 def flatten(
-  tree: Any,
-) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+  tree: ArrayTree,
+) -> tuple[jax.Array, Callable[[jax.Array], ArrayTree]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
@@ -39,6 +40,12 @@ def flatten(
   return flat, lambda new: optax.tree.cast_like(unflatten(new), tree)
 
 
+def without_arrays(tree: ArrayTree) -> ArrayTree:
+  """The pytree with `jax.ShapeDtypeStruct` in place of each array, number, or shape: without values and shardings."""
+  shape_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+  return jax.tree.map(shape_of, tree)
+
+
 class Pair(NamedTuple):
   """A complex leaf as `optax.contrib.split_real_and_imaginary` names its parts."""
 
@@ -46,13 +53,13 @@ class Pair(NamedTuple):
   imaginary: jax.Array
 
 
-def split_complex(tree: Any) -> Any:
+def split_complex(tree: ArrayTree) -> ArrayTree:
   """The pytree with a `Pair` in place of each complex leaf."""
   pair = lambda x: Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x
   return jax.tree.map(pair, tree)
 
 
-def join_complex(tree: Any, split: Any) -> Any:
+def join_complex(tree: ArrayTree, split: ArrayTree) -> ArrayTree:
   """Undoes `split_complex(tree)`, of which `split` has the structure."""
   join = lambda _, leaf: jax.lax.complex(*leaf) if isinstance(leaf, Pair) else leaf
   return jax.tree.map(join, tree, split)
@@ -163,7 +170,7 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   )
 
 
-def check_are_arrays(tree: Any, what: str) -> None:
+def check_are_arrays(tree: ArrayTree, what: str) -> None:
   """Raises TypeError for a leaf that is neither array nor number, such as a function; `what` names the tree."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     is_number = isinstance(leaf, int | float | complex)
@@ -182,7 +189,7 @@ OVERWRITTEN = "_overwrite_with_gradient"
 """The collection of Flax, or type of its variables, whose "gradients" are the next values: the scales of fp8."""
 
 
-def check_not_overwritten(tree: Any, what: str) -> None:
+def check_not_overwritten(tree: ArrayTree, what: str) -> None:
   """Raises TypeError for a leaf whose "gradient" is its next value (`OVERWRITTEN`); `what` names the tree."""
   is_variable = lambda leaf: type(leaf).__name__ == OVERWRITTEN
   # The collection is a key of Flax's dictionaries, and a type of nnx's variables.
@@ -197,7 +204,7 @@ def check_not_overwritten(tree: Any, what: str) -> None:
       )
 
 
-def check_leaves(tree: Any) -> None:
+def check_leaves(tree: ArrayTree) -> None:
   """Checks that gradients are floating-point numbers of at least 16 bits, and none is a next value (`OVERWRITTEN`).
 
   Raises:
@@ -220,7 +227,7 @@ def check_leaves(tree: Any) -> None:
       )
 
 
-def check_entries(tree: Any) -> None:
+def check_entries(tree: ArrayTree) -> None:
   """Raises ValueError if a pytree has no entry."""
   if not any(math.prod(shape) for shape in leaf_shapes(tree).values()):
     raise ValueError(
@@ -228,7 +235,7 @@ def check_entries(tree: Any) -> None:
     )
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: ArrayTree) -> jax.Array:
   """Whether no leaf of floating-point or complex numbers has NaN or Inf, bool[].
 
   x − x is NaN for NaN and Inf, and its sum takes one pass; with `jnp.isfinite` XLA on
@@ -255,7 +262,7 @@ def all_finite(tree: Any) -> jax.Array:
   return jnp.all(once(are_finite))
 
 
-def stays_finite(before: Any, after: Any) -> jax.Array:
+def stays_finite(before: ArrayTree, after: ArrayTree) -> jax.Array:
   """Whether each leaf without NaN and Inf in `before` has neither in `after`, bool[].
 
   A leaf that is not finite in `before` is not checked: the best loss so far of a
@@ -297,7 +304,7 @@ def parts(
 VALUE = ".value"  # ends the path of the array in a `flax.nnx.Variable`
 
 
-def leaves_by_name(tree: Any) -> dict[str, Any]:
+def leaves_by_name(tree: ArrayTree) -> dict[str, Any]:
   """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
 
   Leaves are known by their names and not by the structure of a pytree: a restored one
@@ -315,6 +322,6 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
   }
 
 
-def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(tree: ArrayTree) -> dict[str, tuple[int, ...]]:
   """The shape of each leaf by its name, in the order of `flatten`."""
   return {name: np.shape(leaf) for name, leaf in leaves_by_name(tree).items()}

@@ -16,6 +16,7 @@ import optax
 from jax.extend import core
 
 from jaxsparse._compat import inner_jaxprs
+from jaxsparse.arrays.flatten import without_arrays
 from jaxsparse.collectives import Collective, make_collective, make_plain
 from jaxsparse.collectives._base import collective_of
 from jaxsparse.comm import AxisComm, agreement_messages, all_reduce_cost
@@ -129,8 +130,7 @@ def count_update(
     )
 
   # Without shardings: a worker sends the same words however parameters lie on a mesh.
-  shape_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-  params = jax.tree.map(shape_of, params)
+  params = without_arrays(params)
 
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:

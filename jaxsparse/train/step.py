@@ -14,7 +14,7 @@ from optax import OptState
 from jaxsparse._compat import AxisName
 from jaxsparse._compat.compiling import compiler_options
 from jaxsparse._compat.one_at_a_time import dispatch
-from jaxsparse.arrays.flatten import check_are_arrays
+from jaxsparse.arrays.flatten import check_are_arrays, without_arrays
 from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.launch.rank import count_step
@@ -387,11 +387,8 @@ class TrainStep:
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step within a program that is traced, as in `jax.lax.scan` over steps: processes are not compared."""
     arguments = _arguments(params, states.with_rows(state), batch, named)
-    # Shapes and dtypes suffice to choose the program.
-    # Numbers of Python have neither.
-    shape_of = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    shapes = jax.tree.map(shape_of, arguments)
-    program, _ = self._program(*shapes)
+    # Shapes and dtypes, which numbers of Python have not, suffice to choose the program.
+    program, _ = self._program(*without_arrays(arguments))
     return program(*arguments)
 
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:

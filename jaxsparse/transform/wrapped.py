@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxsparse.arrays.flatten import (
@@ -26,6 +25,7 @@ from jaxsparse.arrays.flatten import (
   leaves_by_name,
   parts,
   split_complex,
+  without_arrays,
 )
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import ArrayTree
@@ -130,10 +130,7 @@ def _see(flat: bool, params: optax.Params) -> ArrayTree:
 
 def _shapes(flat: bool, params: optax.Params) -> ArrayTree:
   """`_see` of shapes, as `jax.ShapeDtypeStruct`; `params` may be arrays or shapes."""
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
-  )
-  return jax.eval_shape(functools.partial(_see, flat), shapes)
+  return jax.eval_shape(functools.partial(_see, flat), without_arrays(params))
 
 
 def leaves_seen(
