@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import errno
+import functools
+import http.server
 import io
 import itertools
 import os
@@ -13,7 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
+import fsspec
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 from hypothesis import stateful
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -75,8 +80,17 @@ def inside(folder):
   return own
 
 
+def opened(path):
+  """A folder as `jaxsparse.weights.files` takes it."""
+  return DirFileSystem(str(path), fsspec.filesystem("file"))
+
+
+def names_in(path):
+  return files.names(opened(path))
+
+
 def names_of(folder, kind):
-  return [name for name in files.names(inside(folder)) if name.kind == kind]
+  return [name for name in names_in(inside(folder)) if name.kind == kind]
 
 
 def size_of(folder, name):
@@ -229,7 +243,7 @@ def test_sharded_leaves_and_donated_ones(tmp_path):
     for name, leaf in got.items():
       np.testing.assert_array_equal(bits(leaf), bits(wanted[name]))
     assert got["rows"].sharding == like["rows"].sharding
-  _, arrays = files.read(inside(tmp_path), names_of(tmp_path, "anchor")[0])
+  _, arrays = files.read(opened(inside(tmp_path)), names_of(tmp_path, "anchor")[0])
   assert sum(array.nbytes for array in arrays) == 3 * weights.nbytes
 
 
@@ -285,7 +299,7 @@ def check_damaged(folder, name, content, published):
   behind = js.weights.Subscriber(folder, LIKE)
   assert behind.latest().version == 9
   before = path.read_bytes()
-  for later in files.names(own):
+  for later in names_in(own):
     if later.version >= name.version > 1:
       (own / str(later)).rename(own / f"away {later}")
   early = js.weights.Subscriber(folder, LIKE)
@@ -323,13 +337,13 @@ def check_damaged(folder, name, content, published):
 
 def reseal(folder, name):
   """The file with another digest of the version in its header, and a digest of the file that is right."""
-  header, arrays = files.read(folder, name)
-  files.write(folder, name, header | {"digest": 12345}, arrays)
+  header, arrays = files.read(opened(folder), name)
+  files.write(opened(folder), name, header | {"digest": 12345}, arrays)
 
 
 def test_the_digest_of_a_version_proves_what_whole_files_hold(tmp_path):
   published = publish(tmp_path / "a", 4)
-  names = files.names(inside(tmp_path / "a"))
+  names = names_in(inside(tmp_path / "a"))
   for name in names:
     own = copy_of(tmp_path / "a", f"digest {name}")
     newest = inside(own) / str(names[-1])
@@ -349,12 +363,12 @@ def test_a_link_of_another_branch_is_refused(tmp_path):
   a, b = tmp_path / "a", tmp_path / "b"
   published = publish(a, 4)
   publish(b, 4, seed=1)
-  (of_a,), (of_b,) = ({name.run for name in files.names(inside(one))} for one in (a, b))
+  (of_a,), (of_b,) = ({name.run for name in names_in(inside(one))} for one in (a, b))
   reader = js.weights.Subscriber(a, LIKE)
   reader.latest()
   foreign = files.Name(4, of_b, 0, 1, "link")
-  header, arrays = files.read(inside(b), foreign)
-  files.write(inside(a), foreign._replace(version=5, run=of_a), header, arrays)
+  header, arrays = files.read(opened(inside(b)), foreign)
+  files.write(opened(inside(a)), foreign._replace(version=5, run=of_a), header, arrays)
   assert reader.latest().version == 4
   assert "follows another version 4" in reader.refused[0]
   check_is_published(reader.latest(), published)
@@ -372,7 +386,7 @@ def test_a_publisher_that_begins_again_writes_an_anchor(tmp_path):
   # Files of a run that has ended go with the second anchor.
   for one in versions(40, seed=6, changes=4000):
     again.publish(params_of(one))
-  assert files.names(inside(tmp_path))[0].version > 4
+  assert names_in(inside(tmp_path))[0].version > 4
 
 
 def test_a_reader_that_is_ahead_goes_back_to_what_the_folder_has(tmp_path):
@@ -439,14 +453,14 @@ def test_two_publishers_do_not_write_to_the_same_unfinished_file(tmp_path, monke
 def test_an_unfinished_file_of_a_former_publisher_is_removed(tmp_path, monkeypatch):
   """Its next version is refused."""
   first, second, (two, three) = begin_two(tmp_path, 3)
-  replace = os.replace
+  move = DirFileSystem.mv
 
-  def late(*paths):
+  def late(*arguments):
     monkeypatch.undo()
     second.publish(params_of(two))
-    replace(*paths)
+    move(*arguments)
 
-  monkeypatch.setattr(os, "replace", late)
+  monkeypatch.setattr(DirFileSystem, "mv", late)
   with pytest.raises(FileNotFoundError):
     first.publish(params_of(three))
   with pytest.raises(ValueError, match="another publisher"):
@@ -586,17 +600,90 @@ def test_other_models_and_dtypes_are_refused_by_name(tmp_path):
     publisher.publish(LIKE | {"b": np.zeros(2)})
   check_is_published(js.weights.Subscriber(tmp_path, LIKE).latest(), published)
   for kind in (js.weights.Publisher, js.weights.Subscriber):
-    with pytest.raises(ValueError, match="tcp://a:1 is an address: choose a folder"):
+    with pytest.raises(ValueError, match="Protocol not known: tcp"):
       kind("tcp://a:1", LIKE)
-    with pytest.raises(ValueError, match="s3:/a is an address"):
+    with pytest.raises(ImportError, match="Install s3fs"):
+      kind("s3://a", LIKE)
+    with pytest.raises(ValueError, match="s3:/a is an address: give a string"):
       kind(pathlib.Path("s3://a"), LIKE)
     with pytest.raises(TypeError, match="params_like"):
       kind(tmp_path, {"w": "no array"})
 
 
+def test_a_bucket_holds_versions_as_a_folder_does():
+  """Objects in memory, as fsspec has them: without files, renames and `fsync`."""
+  address = "memory://bucket/run"
+  publisher = js.weights.Publisher(address, LIKE)
+  follower = js.weights.Subscriber(address, LIKE)
+  published = {}
+  for patterns in versions(30, changes=8000):
+    number = publisher.publish(params_of(patterns))
+    published[number] = patterns
+    for reader in (follower, js.weights.Subscriber(address, LIKE)):
+      check_is_published(reader.latest(), published)
+      assert reader.latest().version == number
+      assert reader.refused == []
+  names = files.names(publisher._folder)
+  assert names[0].version > 1  # what is not needed was removed
+  assert len(publisher._folder.ls("")) == len(names)  # no unfinished file is there
+  publisher._folder.rm(str(names[-1]))
+  newcomer = js.weights.Subscriber(address, LIKE)
+  assert newcomer.latest().version == 29
+  check_is_published(newcomer.latest(), published)
+
+
+def test_readers_at_the_address_of_a_server(tmp_path):
+  """Of the standard library; a file that does not come whole, or an error of the server, is refused."""
+  answers = []  # what the server does with requests of files, before it answers as usual
+
+  class Handler(http.server.SimpleHTTPRequestHandler):
+    def do_GET(self):
+      if answers and "link" in self.path:
+        answers.pop()(self)
+      else:
+        super().do_GET()
+
+    def refuse(self):
+      self.send_error(503)
+
+    def close_in_a_file(self):
+      self.send_response(200)
+      self.send_header("Content-Length", "1000")
+      self.end_headers()
+      self.wfile.write(b"half of it")
+
+    def log_message(self, *_):
+      pass
+
+  handler = functools.partial(Handler, directory=tmp_path)
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    reader = js.weights.Subscriber(f"http://127.0.0.1:{server.server_port}", LIKE)
+    with pytest.raises(LookupError, match="models there: "):
+      reader.latest()
+    publisher = js.weights.Publisher(tmp_path, LIKE)
+    first, *rest = versions(4)
+    published = {publisher.publish(params_of(first)): first}
+    check_is_published(reader.latest(), published)
+    for patterns, answer in zip(
+      rest, (Handler.close_in_a_file, Handler.refuse, None), strict=True
+    ):
+      number = publisher.publish(params_of(patterns))
+      published[number] = patterns
+      if answer:
+        answers.append(answer)
+        assert reader.latest().version == number - 1
+        assert str(number) in reader.refused[0]
+      assert reader.latest().version == number
+      assert reader.refused == []
+      check_is_published(reader.latest(), published)
+    server.shutdown()
+  assert reader.latest().version == 4
+  assert "Cannot connect" in reader.refused[0]
+
+
 def test_a_folder_without_versions(tmp_path):
-  inside_of = js.weights.Publisher(tmp_path, LIKE)._folder
-  inside_of.mkdir()
+  js.weights.Publisher(tmp_path, LIKE)._folder.makedirs("")
   with pytest.raises(LookupError, match="no version is there"):
     js.weights.Subscriber(tmp_path, LIKE).latest()
   with pytest.raises(LookupError, match="No such file"):
@@ -607,16 +694,18 @@ def test_a_version_without_a_part_is_none(tmp_path):
   """Of two processes, whose files have other names."""
   publish(tmp_path, 2)
   own = inside(tmp_path)
-  for name in files.names(own):
-    header, arrays = files.read(own, name)
+  for name in names_in(own):
+    header, arrays = files.read(opened(own), name)
     for process in range(2):
-      files.write(own, name._replace(process=process, processes=2), header, arrays)
+      files.write(
+        opened(own), name._replace(process=process, processes=2), header, arrays
+      )
     (own / str(name)).unlink()
   reader = js.weights.Subscriber(tmp_path, LIKE)
-  (own / str(files.names(own)[-1])).unlink()
+  (own / str(names_in(own)[-1])).unlink()
   assert reader.latest().version == 1
   assert reader.refused == []
-  for name in files.names(own):
+  for name in names_in(own):
     if name.process == 0:
       (own / str(name)).unlink()
   with pytest.raises(LookupError, match="no version is there"):
@@ -629,12 +718,12 @@ def test_a_trainer_that_begins_again_with_other_processes(tmp_path):
   for version, processes in enumerate((2, 1, 2), 1):
     publish(tmp_path, 1)
     own = inside(tmp_path)
-    (name,) = [name for name in files.names(own) if name.version == version]
-    header, arrays = files.read(own, name)
+    (name,) = [name for name in names_in(own) if name.version == version]
+    header, arrays = files.read(opened(own), name)
     (own / str(name)).unlink()
     for process in range(processes):
       parts = name._replace(process=process, processes=processes)
-      files.write(own, parts, header, arrays)
+      files.write(opened(own), parts, header, arrays)
     assert reader.latest().version == version
     assert reader.refused == []
 
@@ -649,11 +738,12 @@ class Failing:
   def __init__(self, monkeypatch, fails_at, error):
     self.count = 0
     self.fails_at, self.error = fails_at, error
-    # bound before: the module os is one for all
-    for name in ("fsync", "replace", "unlink", "listdir"):
-      monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
-    monkeypatch.setattr(files, "open", self._open, raising=False)
-    monkeypatch.setattr(np, "fromfile", self._wrap(np.fromfile))
+    monkeypatch.setattr(os, "fsync", self._wrap(os.fsync))
+    for name in ("ls", "mv", "rm_file", "cat_file"):
+      method = self._wrap(getattr(DirFileSystem, name))
+      monkeypatch.setattr(DirFileSystem, name, method)
+    open_half = lambda *arguments: self._open(*arguments)
+    monkeypatch.setattr(DirFileSystem, "open", open_half)
 
   def _call(self):
     self.count += 1
@@ -668,9 +758,9 @@ class Failing:
 
     return call
 
-  def _open(self, path, mode):
+  def _open(self, folder, path, mode):
     self._call()
-    return Half(path, mode, self._call)
+    return Half(f"{folder.path}/{path}", mode, self._call)
 
 
 class Half(io.FileIO):
@@ -798,7 +888,7 @@ def test_a_prune_between_the_list_of_a_reader_and_its_reads(is_new, tmp_path):
         assert step == 1
     if pruning.reads < step:
       break
-    assert files.names(inside(folder))[0].version == 9
+    assert names_in(inside(folder))[0].version == 9
     assert any("No such file" in reason for reason in reader.refused)
     assert reader.latest().version == 11
     check_is_published(reader.latest(), published)
@@ -910,7 +1000,7 @@ def test_processes_write_their_shards(tmp_path):
   anchors = names_of(folder, "anchor")
   assert {(name.process, name.processes) for name in anchors} == {(0, 2), (1, 2)}
   # A part that is not there makes no version.
-  for name in files.names(inside(folder)):
+  for name in names_in(inside(folder)):
     if name.version == 5 and name.process == 1:
       (inside(folder) / str(name)).unlink()
   assert js.weights.Subscriber(folder, like, None).latest().version == 4

@@ -10,8 +10,8 @@ the machine does. "read" is one read of the patterns, a sum of the bytes as u64.
 jitted programs find and gather the same differences, or add them, on the device.
 
 --parts=readers publishes the steps to four readers in the network lab, which needs
-root, each behind a link of --link. A reader copies files from an HTTP server of the
-publisher's folder, whose link all share, into a folder of its own. Seconds are those of
+root, each behind a link of --link. A reader reads from an HTTP server of the
+publisher's folder, whose link all share. Seconds are those of
 a clock, from the call of `publish` until the last reader has the version, in parameters
 that it may use, on the cores of one machine. Beside links: full copies, where each
 version is an anchor; a reader that is killed by SIGKILL in an anchor and started again,
@@ -211,7 +211,7 @@ def _readers(console: Any) -> list[tables.Fetch]:
     console.print(row)
     found.append(row)
   title = f"{readers.READERS} readers, links of {_LINK.value}"
-  caption = "files copied by HTTP from the publisher's host, whose link all share"
+  caption = "files read by HTTP from the publisher's host, whose link all share"
   shown = tables.fetches(found)
   console.print(report.table(title, tables.READERS, shown, caption=caption))
   return found

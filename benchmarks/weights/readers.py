@@ -2,8 +2,7 @@
 
 The publisher is the benchmark's own process. Its folder is served by `python -m
 http.server` on the first host of the lab, whose link all readers share, as they would
-that of a trainer; each reader is a process on a host of its own (`reader.py`), which
-copies files into a folder of its own.
+that of a trainer; each reader is a process on a host of its own (`reader.py`).
 """
 
 import contextlib
@@ -46,7 +45,7 @@ class Team:
     self._dtype = like[0].dtype.name
     self.publisher = self.make_publisher()
     self._starts = 0
-    self._settings: dict[int, reader.Settings] = {}
+    self._logs: dict[int, pathlib.Path] = {}
     self._processes: dict[int, subprocess.Popen[bytes]] = {}
     self._digests: dict[int, int] = {}  # of the versions that were published
 
@@ -71,19 +70,17 @@ class Team:
       process.kill()
       process.wait(10)
 
-  def start(self, number: int, is_new: bool = True) -> None:
-    """Starts a reader, with an empty folder if it is new, else with that of the one that was killed."""
+  def start(self, number: int) -> None:
+    """Starts a reader without any version."""
     self._starts += 1
-    model = self.publisher._folder.name
-    server = f"http://{self._server_host.address}:{_PORT}/{model}"
-    own = self._readers / f"{number}.{self._starts}"
-    folder = str(own) if is_new else self._settings[number].folder
+    log = self._readers / f"{number}.{self._starts}.log"
+    self._logs[number] = log
+    server = f"http://{self._server_host.address}:{_PORT}"
     shapes = [list(leaf.shape) for leaf in self._like]
-    one = reader.Settings(server, folder, f"{own}.log", shapes, self._dtype)
-    self._settings[number] = one
-    program = [sys.executable, "-m", "benchmarks.weights.reader", json.dumps(one)]
+    settings = reader.Settings(server, str(log), shapes, self._dtype)
+    program = [sys.executable, "-m", "benchmarks.weights.reader", json.dumps(settings)]
     command = [*self._hosts[number].enter, *program]
-    with open(f"{own}.output", "wb") as output:
+    with open(log.with_suffix(".output"), "wb") as output:
       self._processes[number] = subprocess.Popen(command, stdout=output, stderr=output)
     self._wait(
       lambda: bool(self.events(number, "started")), f"reader {number} to start"
@@ -94,18 +91,24 @@ class Team:
     self._processes[number].kill()
     self._processes[number].wait(10)
 
-  def kill_while_it_copies(self, number: int, least: int) -> int:
-    """Ends a reader by SIGKILL when so many bytes of a file have come; the bytes that had."""
-    path = pathlib.Path(self._settings[number].folder)
-    part = path / self.publisher._folder.name / reader.ASIDE
-    size = lambda: part.stat().st_size if part.exists() else 0
-    self._wait(lambda: size() >= least, f"reader {number} to copy")
+  def kill_while_it_reads(self, number: int, begin: int, least: int) -> int:
+    """Ends a reader by SIGKILL when so many bytes have come to its host since `begin`; the bytes that had."""
+    size = lambda: self.bytes_of_host(number) - begin
+    self._wait(lambda: size() >= least, f"reader {number} to read")
+    part = size()
     self.kill(number)
-    return size()
+    return part
+
+  def bytes_of_host(self, number: int) -> int:
+    """The bytes that have come to the host of a reader, headers and lists of files among them."""
+    devices = pathlib.Path(f"/proc/{self._processes[number].pid}/net/dev").read_text()
+    # behind two lines of titles: the name of a device, a colon, and the bytes received
+    rows = [line.replace(":", " ").split() for line in devices.splitlines()[2:]]
+    return sum(int(row[1]) for row in rows if row[0] != "lo")
 
   def events(self, number: int, kind: str) -> list[dict[str, Any]]:
     """What a reader has written of a kind."""
-    log = pathlib.Path(self._settings[number].log)
+    log = self._logs[number]
     return watching.events([log] if log.exists() else [], [kind])
 
   def publish(self, leaves: Leaves) -> int:
@@ -178,10 +181,11 @@ def links(team: Team, rate: float, versions: list[Leaves]) -> Iterator[Fetch]:
 def disturbed(team: Team, rate: float, versions: list[Leaves]) -> Iterator[Fetch]:
   """A reader that is killed and started again, and one that comes after the chain was pruned."""
   last = READERS - 1
+  begin = team.bytes_of_host(last)
   version = team.publish(_jump(versions[-1], 1))
   whole = sum(leaf.nbytes for leaf in versions[-1])
-  part = team.kill_while_it_copies(last, whole // 3)
-  team.start(last, is_new=False)
+  part = team.kill_while_it_reads(last, begin, whole // 3)
+  team.start(last)
   what = "killed when {:.0%} of an anchor had come, and started again"
   yield _row(what.format(part / whole), rate, [_alone(team, last, version)])
   for number in range(last):

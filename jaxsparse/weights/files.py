@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and their names.
+"""Files that are there whole or not at all, and their names, in any file system of fsspec.
 
 The bytes of a file:
 
@@ -6,14 +6,16 @@ The bytes of a file:
 """
 
 import collections
+import contextlib
+import io
 import json
 import os
-import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from fsspec.implementations.dirfs import DirFileSystem
 
 from jaxsparse.weights.digests import BYTES, digest
 
@@ -47,10 +49,15 @@ class Name(NamedTuple):
 Versions = dict[tuple[int, int, str], list[Name]]
 
 
-def names(folder: pathlib.Path) -> list[Name]:
-  """The names of all versions, oldest first, and the files of one version in order; without other files."""
-  # A folder may hold files of others, and unfinished ones.
-  matches = map(_NAME.fullmatch, os.listdir(folder))
+def names(folder: DirFileSystem) -> list[Name]:
+  """The names of all versions, oldest first, and the files of one version in order; without other files.
+
+  Raises:
+    OSError: if the folder cannot be read.
+  """
+  with _raising_os_errors(folder.path):
+    # A folder may hold files of others, and unfinished ones.
+    matches = list(map(_NAME.fullmatch, folder.ls("", detail=False)))
   fields = [match.groups() for match in matches if match]
   rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
   return sorted(map(Name._make, rows))
@@ -67,7 +74,7 @@ def complete_versions(names: list[Name]) -> Versions:
 
 
 def write(
-  folder: pathlib.Path, name: Name, header: Header, arrays: list[np.ndarray]
+  folder: DirFileSystem, name: Name, header: Header, arrays: list[np.ndarray]
 ) -> int:
   """Writes a file aside, syncs and renames it; returns its size in bytes.
 
@@ -85,25 +92,29 @@ def write(
   text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
   # The next file of this process replaces one that was not finished.
-  aside = folder / f".{name.run}.{name.process}.aside"
-  with open(aside, "wb") as file:
+  aside = f".{name.run}.{name.process}.aside"
+  with folder.open(aside, "wb") as file:
     file.writelines([_seal(name, content), *content])
-    # On the disk before it has its name, or a crash could leave the name alone.
-    file.flush()
-    os.fsync(file.fileno())
     size = file.tell()
-  os.replace(aside, folder / str(name))
+    # On the disk before it has its name, or a crash could leave the name alone. Objects
+    # of buckets have no number of a file, and are there as soon as they are whole.
+    with contextlib.suppress(io.UnsupportedOperation):
+      number = file.fileno()
+      file.flush()
+      os.fsync(number)
+  folder.mv(aside, str(name))
   return size
 
 
-def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
+def read(folder: DirFileSystem, name: Name) -> tuple[Header, list[np.ndarray]]:
   """The header and the arrays of a file, as they were given to `write`; arrays are flat.
 
   Raises:
     ValueError: for a file that is foreign, not whole, changed or renamed.
-    OSError: for one that is gone.
+    OSError: for one that is gone, or cannot be read.
   """
-  content = np.fromfile(folder / str(name), np.uint8)
+  with _raising_os_errors(str(name)):
+    content = np.frombuffer(folder.cat_file(str(name)), np.uint8)
   # The seal covers all that follows it.
   seal, rest = np.split(content, [len(_MAGIC) + BYTES])
   if seal.tobytes() != _seal(name, [rest]):
@@ -117,6 +128,17 @@ def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
     arrays.append(rest[end : end + size].view(dtype))
     end += size
   return header, arrays
+
+
+@contextlib.contextmanager
+def _raising_os_errors(what: str) -> Iterator[None]:
+  """Raises OSError for any error within, since clients of buckets and of HTTP have errors of their own."""
+  try:
+    yield
+  except OSError:
+    raise
+  except Exception as error:
+    raise OSError(f"{what}: {error!r}") from error
 
 
 def _seal(name: Name, content: Sequence[Any]) -> bytes:

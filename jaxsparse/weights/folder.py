@@ -9,13 +9,14 @@ A `Folder` knows of the model:
 """
 
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fsspec.implementations.dirfs import DirFileSystem
 
 from jaxsparse.arrays import flatten
 from jaxsparse.sparse import packing
@@ -45,12 +46,13 @@ class Folder:
   """Where a `Publisher` writes and a `Subscriber` reads: a folder of its own for each model and dtype.
 
   Args:
-    folder: a path.
+    folder: a path, or an address that fsspec knows.
     params_like: the parameters, or their shapes and dtypes.
     dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
 
   Raises:
-    ValueError: for an address.
+    ValueError: for an address of a protocol that fsspec does not know.
+    ImportError: if the package for the protocol of an address is not installed.
   """
 
   def __init__(
@@ -59,8 +61,12 @@ class Folder:
     params_like: ArrayTree,
     dtype: Any = "bfloat16",
   ):
-    if ":/" in str(folder):  # pathlib makes one slash of two
-      raise ValueError(f"{folder} is an address: choose a folder, or mount it as one")
+    address = os.fspath(folder)
+    # pathlib makes one slash of two.
+    if isinstance(folder, os.PathLike) and ":/" in address:
+      raise ValueError(f"{address} is an address: give a string, not a path")
+    # Others write to the folder: a list of its files is asked for each time.
+    files, root = fsspec.url_to_fs(address, use_listings_cache=False)
     flatten.check_are_arrays(params_like, "params_like")
     self._dtype = dtype
     # leaves whose shardings those that are read get, and the structure of the pytree
@@ -72,7 +78,7 @@ class Folder:
     # Models of other names, dtypes or shapes get folders of their own.
     model = digest(line.encode() for line in self._layout)
     own = f"{dtype and jnp.dtype(dtype)}-{model:x}"
-    self._folder = pathlib.Path(folder).absolute() / own
+    self._folder = DirFileSystem(f"{root}/{own}", files)
 
   def _patterns(self, params: ArrayTree) -> Patterns:
     """A copy of this process's shards; each shard belongs to one process.

@@ -11,7 +11,7 @@ A publisher has, in each process of the trainer:
 Files are named by version, run, process and kind: "link" or "anchor".
 """
 
-import os
+import contextlib
 import secrets
 from typing import Any
 
@@ -34,8 +34,9 @@ class Publisher(Folder):
   version of every publisher is an anchor.
 
   Args:
-    folder: a path; the first version makes it if it is not there. If several processes
-      train, each makes a publisher of the same folder, and writes its shards.
+    folder: a path, or an address of a bucket, as "s3://bucket/run", by fsspec; the first
+      version makes it if it is not there. If several processes train, each makes a
+      publisher of the same folder, and writes its shards.
     params_like: the parameters, or their shapes and dtypes.
     dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
 
@@ -44,7 +45,8 @@ class Publisher(Folder):
       those that are in the folder.
 
   Raises:
-    ValueError: for an address.
+    ValueError: for an address of a protocol that fsspec does not know.
+    ImportError: if the package for the protocol of an address is not installed.
 
   Example:
     >>> import tempfile, jax.numpy as jnp, jaxsparse as js
@@ -75,7 +77,7 @@ class Publisher(Folder):
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
-    os.makedirs(self._folder, exist_ok=True)
+    self._folder.makedirs("", exist_ok=True)
     if not self._run:
       self._begin()
     # Unset until the version is whole: after an error the next one is an anchor.
@@ -125,8 +127,9 @@ class Publisher(Folder):
   def _begin(self) -> None:
     """Sets `_run`, larger than all in the folder, and `version`, the newest there, alike in all processes."""
     # unfinished files of former publishers
-    for aside in self._folder.glob(".*.aside"):
-      aside.unlink(missing_ok=True)
+    for path in self._folder.ls("", detail=False):
+      if path.endswith(".aside"):
+        self._remove(path)
     there = [name[:2] for name in files.names(self._folder)]
     # The largest version and the largest run that are there; 0 where none is.
     version, run = map(max, zip((0, 0), *there, strict=True))
@@ -151,9 +154,14 @@ class Publisher(Folder):
       # A later publisher has taken over: two chains would have the same numbers.
       if name.run > self._run:
         raise ValueError(
-          f"Publisher: {self._folder} has {name}: another publisher writes to it"
+          f"Publisher: {self._folder.path} has {name}: another publisher writes to it"
         )
       # Files of a run with more processes are shared out among the present ones.
       is_own = name.process % jax.process_count() == jax.process_index()
       if is_own and name.version < oldest:
-        (self._folder / str(name)).unlink(missing_ok=True)
+        self._remove(str(name))
+
+  def _remove(self, path: str) -> None:
+    """Removes a file, unless another process has."""
+    with contextlib.suppress(FileNotFoundError):
+      self._folder.rm_file(path)

@@ -54,7 +54,8 @@ class Subscriber(Folder):
   """Reads what a `Publisher` publishes to a folder; any number of them, in any processes.
 
   Args:
-    folder: the publisher's.
+    folder: the publisher's, or an address at which it is served, as "http://host:8000"
+      by `python -m http.server`.
     params_like: the parameters, or their shapes and dtypes; leaves that are read have
       the shardings of these.
     dtype: the publisher's.
@@ -63,7 +64,8 @@ class Subscriber(Folder):
     refused: why files were refused in the last call of `latest`.
 
   Raises:
-    ValueError: for an address.
+    ValueError: for an address of a protocol that fsspec does not know.
+    ImportError: if the package for the protocol of an address is not installed.
 
   Example:
     >>> import tempfile, jax.numpy as jnp, jaxsparse as js
@@ -103,10 +105,12 @@ class Subscriber(Folder):
       )
       self._state = state
     if self._published is None:
-      there = sorted(map(str, self._folder.parent.glob("*-*")))
+      root, path = self._folder.fs, self._folder.path
+      parent = path.rpartition("/")[0]
+      there = root.ls(parent, detail=False) if root.exists(parent) else []
       raise LookupError(
-        f"Subscriber: {self._folder}: {'; '.join(self.refused) or 'no version is there'}; "
-        f"dtypes and models there: {there}"
+        f"Subscriber: {path}: {'; '.join(self.refused) or 'no version is there'}; "
+        f"dtypes and models there: {sorted(there)}"
       )
     return self._published
 

@@ -1,25 +1,6 @@
-"""What a reader of published weights copies, and the goals that are printed."""
+"""The goals of published weights that are printed."""
 
-from benchmarks.weights import reader, report
-from jaxsparse.weights import files
-
-
-def names(kind, *numbers):
-  return [files.Name(number, 1, 0, 1, kind) for number in numbers]
-
-
-def test_a_reader_copies_links_or_else_an_anchor_and_the_links_behind_it():
-  links = names("link", 4, 5, 6, 7)
-  there = sorted([*names("anchor", 3, 6), *links])
-  (newest,) = names("anchor", 6)
-  assert reader.needed(there, 4) == links[1:]
-  assert reader.needed(there, 7) == []
-  for version in (0, 2):
-    assert reader.needed(there, version) == [newest, links[3]]
-  # A link is lost behind the version that the reader has.
-  there.remove(links[1])
-  assert reader.needed(there, 4) == [newest, links[3]]
-  assert reader.needed([], 4) == []
+from benchmarks.weights import report
 
 
 def test_a_goal_that_one_rate_misses_is_told():
