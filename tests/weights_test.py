@@ -219,6 +219,41 @@ def test_floats_are_served_in_the_dtype_and_integers_stay(tmp_path):
   np.testing.assert_array_equal(bits(got["w"]), bits(params["w"].astype("bfloat16")))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool", np.complex64])
+def test_a_serving_dtype_is_a_floating_one(dtype, tmp_path):
+  for kind in (js.weights.Publisher, js.weights.Subscriber):
+    with pytest.raises(ValueError, match=r"dtype=.*, choose a floating-point dtype"):
+      kind(tmp_path, LIKE, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+def test_a_leaf_that_jax_narrows_is_refused(dtype, tmp_path):
+  wide = {"w": LIKE["w"], "step": np.zeros(3, dtype)}
+  narrow = jax.tree.map(jnp.asarray, wide)
+  publisher = js.weights.Publisher(tmp_path, narrow, None)
+  match = rf"\['step'\] would be served in {dtype}, which JAX narrows to {narrow['step'].dtype}"
+  for call in (
+    lambda: publisher.publish(wide),
+    lambda: js.weights.Publisher(tmp_path, wide, None),
+    lambda: js.weights.Subscriber(tmp_path, wide, None),
+    lambda: js.weights.Subscriber(
+      tmp_path, {"step": jax.ShapeDtypeStruct((), np.dtype(dtype))}, None
+    ),
+  ):
+    with pytest.raises(ValueError, match=match):
+      call()
+  assert list(tmp_path.iterdir()) == []
+  if dtype == "float64":
+    with pytest.raises(ValueError, match="float64"):
+      js.weights.Publisher(tmp_path, LIKE, dtype)
+    # A serving dtype is no silent change.
+    assert js.weights.Publisher(tmp_path, wide).publish(wide) == 1
+  with jax.enable_x64(True):
+    assert js.weights.Publisher(tmp_path, wide, None).publish(wide) == 1
+    got = js.weights.Subscriber(tmp_path, wide, None).latest().params
+    assert got["step"].dtype == dtype
+
+
 def test_sharded_leaves_and_donated_ones(tmp_path):
   """A shard is written once, and readers may have other shardings; a trainer may donate what it publishes."""
   mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
@@ -404,6 +439,23 @@ def test_a_reader_that_is_ahead_goes_back_to_what_the_folder_has(tmp_path):
   early.rename(tmp_path / "a")
   assert reader.latest().version == 2
   check_is_published(reader.latest(), published)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_folder_made_anew_has_other_versions_of_the_same_numbers(tmp_path, count):
+  """By trainers of which each has a larger or a smaller run than the last one."""
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  assert reader.refused == []
+  runs = set()
+  for seed in range(6):
+    published = publish(tmp_path, count, seed)
+    check_is_published(reader.latest(), published)
+    assert (reader.latest().version, reader.refused) == (count, [])
+    runs.add(names_of(tmp_path, "anchor")[0].run)
+    shutil.rmtree(inside(tmp_path))
+  # random, of so many bits that two are not equal
+  assert len(runs) == 6
+  assert max(runs) - min(runs) > 2**20
 
 
 def begin_two(folder, count):

@@ -51,7 +51,9 @@ class Folder:
     dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
 
   Raises:
-    ValueError: for an address of a protocol that fsspec does not know.
+    ValueError: for an address of a protocol that fsspec does not know, a dtype that is
+      not floating-point, and a leaf that JAX would narrow, such as one in int64 without
+      `jax_enable_x64`.
     ImportError: if the package for the protocol of an address is not installed.
   """
 
@@ -68,10 +70,17 @@ class Folder:
     # Others write to the folder: a list of its files is asked for each time.
     files, root = fsspec.url_to_fs(address, use_listings_cache=False)
     flatten.check_are_arrays(params_like, "params_like")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"dtype={dtype!r}, choose a floating-point dtype, or None")
     self._dtype = dtype
     # leaves whose shardings those that are read get, and the structure of the pytree
     self._like, self._structure = jax.tree.flatten(params_like)
-    served = jax.eval_shape(self._cast, params_like)
+    served = jax.tree_util.tree_map_with_path(
+      lambda path, leaf: jax.ShapeDtypeStruct(
+        np.shape(leaf), self._dtype_of(path, leaf)
+      ),
+      params_like,
+    )
     # shapes and dtypes of the leaves in the folder
     self._served = jax.tree.leaves(served)
     self._layout = _layout(served)
@@ -84,7 +93,7 @@ class Folder:
     """A copy of this process's shards; each shard belongs to one process.
 
     Raises:
-      ValueError: for parameters of another model.
+      ValueError: for parameters of another model, and a leaf that JAX would narrow.
     """
     served = self._cast(params)
     # Leaves are numbered: an `OrderedDict` may have them in another order.
@@ -123,12 +132,21 @@ class Folder:
 
   def _cast(self, params: ArrayTree) -> ArrayTree:
     """The parameters with floating-point leaves in the serving dtype."""
+    cast = lambda path, leaf: jnp.asarray(leaf, self._dtype_of(path, leaf))
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+  def _dtype_of(self, path: Any, leaf: Any) -> np.dtype:
+    """The dtype in which the leaf at `path` is served; ValueError for one that JAX narrows."""
+    dtype = np.dtype(getattr(leaf, "dtype", jnp.result_type(leaf)))
     # Counters and other integers keep their dtypes.
-    cast = lambda leaf: jnp.asarray(
-      leaf,
-      self._dtype if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None,
-    )
-    return jax.tree.map(cast, params)
+    if self._dtype and jnp.issubdtype(dtype, jnp.floating):
+      dtype = np.dtype(self._dtype)
+    if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+      raise ValueError(
+        f"{jax.tree_util.keystr(path)} would be served in {dtype}, which JAX narrows to {narrowed}: "
+        "convert the leaf, choose another dtype, or set jax_enable_x64"
+      )
+    return dtype
 
 
 def _layout(served: ArrayTree) -> list[str]:

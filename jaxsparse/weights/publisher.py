@@ -45,7 +45,9 @@ class Publisher(Folder):
       those that are in the folder.
 
   Raises:
-    ValueError: for an address of a protocol that fsspec does not know.
+    ValueError: for an address of a protocol that fsspec does not know, a dtype that is
+      not floating-point, and a leaf that JAX would narrow, such as one in int64 without
+      `jax_enable_x64`.
     ImportError: if the package for the protocol of an address is not installed.
 
   Example:
@@ -72,8 +74,8 @@ class Publisher(Folder):
     processes call it together.
 
     Raises:
-      ValueError: for parameters of another model, and if another publisher has begun to
-        write since this one did.
+      ValueError: for parameters of another model, a leaf that JAX would narrow, and if
+        another publisher has begun to write since this one did.
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
@@ -133,11 +135,13 @@ class Publisher(Folder):
     there = [name[:2] for name in files.names(self._folder)]
     # The largest version and the largest run that are there; 0 where none is.
     version, run = map(max, zip((0, 0), *there, strict=True))
-    # Random, so that two publishers that begin at once have different runs.
-    proposed = np.array([version, run + 1 + secrets.randbits(16)], np.int32)
+    # The lower half is random, so that two publishers that begin at once, or in a
+    # folder made anew, have different runs.
+    proposed = np.array([version, (run >> 31) + 1, secrets.randbits(31)], np.int32)
     # Process 0 decides, so that all parts are of one run.
     agreed = multihost_utils.broadcast_one_to_all(proposed)
-    self.version, self._run = map(int, agreed)
+    self.version, count, random = map(int, agreed)
+    self._run = count << 31 | random
 
   def _prune(self, names: list[files.Name], oldest: int) -> None:
     """Removes the files of versions before `oldest`; each process removes its own.

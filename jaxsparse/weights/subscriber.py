@@ -6,6 +6,7 @@ a larger number, its run. A subscriber has in `_state` the version that it has r
 last, and in `_published` its parameters.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from jaxsparse.sparse import packing
@@ -61,10 +62,12 @@ class Subscriber(Folder):
     dtype: the publisher's.
 
   Attributes:
-    refused: why files were refused in the last call of `latest`.
+    refused: why files were refused in the last call of `latest`; [] before the first.
 
   Raises:
-    ValueError: for an address of a protocol that fsspec does not know.
+    ValueError: for an address of a protocol that fsspec does not know, a dtype that is
+      not floating-point, and a leaf that JAX would narrow, such as one in int64 without
+      `jax_enable_x64`.
     ImportError: if the package for the protocol of an address is not installed.
 
   Example:
@@ -80,6 +83,11 @@ class Subscriber(Folder):
   _state = _NONE
   _published: Published | None = None
 
+  @functools.cached_property
+  def refused(self) -> list[str]:
+    """Why files were refused; empty before the first call of `latest`, which replaces it."""
+    return []
+
   def latest(self) -> Published:
     """The newest version that can be read; the same object if there is no newer one.
 
@@ -91,7 +99,7 @@ class Subscriber(Folder):
       LookupError: if it has nothing; the message names the folders of the dtypes and
         models that are there.
     """
-    self.refused: list[str] = []
+    self.refused = []
     state = _NONE
     try:
       if versions := files.complete_versions(files.names(self._folder)):
@@ -122,9 +130,9 @@ class Subscriber(Folder):
     """
     # (version, run): the largest number first, then the run.
     newest = max(versions)[:2]
-    # A folder with lower numbers than before was made anew: then the version that is
-    # held does not count.
-    best = self._state if self._state.version <= newest[0] else _NONE
+    # A folder without the version that is held, nor a later one, was made anew: then
+    # that version does not count.
+    best = self._state if self._state[:2] <= newest else _NONE
     best = self._follow(versions, best, best)  # by links from the version held
     # From the newest anchor back, until one leads to the newest version. Keys are
     # (version, run, kind); `best[:2]` is (version, run).
