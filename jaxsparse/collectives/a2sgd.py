@@ -42,7 +42,8 @@ class A2SGD(Collective):
   Call `step.synchronize(params, state)`, which averages at once, before you evaluate or
   save, and at the end. With `every=None` that is the only synchronization. The
   published Algorithm 1 has one too, before its last step, which takes the mean of the
-  gradients.
+  gradients. Updates differ between workers: where only one worker's is too large for
+  its dtype, only that worker skips the step.
 
   Args:
     means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of
