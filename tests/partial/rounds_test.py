@@ -924,7 +924,8 @@ def test_a_worker_of_rounds_that_the_others_have_undone_is_refused():
       assert other.round == 5
 
 
-def test_a_step_of_little_weight_does_not_throw_a_worker_off():
+@pytest.mark.parametrize(("light", "steps"), [(1, [5]), (0, [4, 5, 6, 7])])
+def test_steps_of_little_weight_do_not_throw_a_worker_off(light, steps):
   """Its residual is of steps of much weight: divided by the little one it would be 64 times as large."""
   outer = lambda comm: optax.chain(
     js.make_transform("topka", comm, k=1), optax.sgd(1.0)
@@ -934,13 +935,14 @@ def test_a_step_of_little_weight_does_not_throw_a_worker_off():
     with join(server, number, every=1, outer=outer, apply_residual=True) as worker:
       own, far = worker.params, []
       for step in range(8):
-        own = worker.step(plus(own, 0.1), weight=1 if number == 0 and step == 5 else 64)
+        weight = light if number == 0 and step in steps else 64
+        own = worker.step(plus(own, 0.1), weight=weight)
         far.append(max(float(abs(leaf).max()) for leaf in jax.tree.leaves(own)))
       return far
 
   with serve(2) as server:
     far, _ = in_threads(2, train)
-  assert max(far) < 2 * sorted(far)[-2]
+  assert max(far) < 2 * max(far[:4])
 
 
 def make_state(params):

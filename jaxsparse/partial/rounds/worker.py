@@ -541,8 +541,10 @@ class Rounds:
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._worker)]
     # The residual, in the unit of weight · (θ − θ_w), is from rounds with different
-    # weights of this worker: it is divided by their running mean.
-    recent = ((self._recent_weight or weight) + weight) / 2
+    # weights of this worker: it is divided by their running mean. Rounds of weight 0
+    # deliver nothing, and leave the mean as it was.
+    before = self._recent_weight
+    recent = ((before or weight) + (weight or before)) / 2
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
     moved = moving.movement(self._base, self._moved, params)
