@@ -755,6 +755,20 @@ def test_a_step_that_is_interrupted_loses_no_round(where, name, monkeypatch):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 8.0), own, START)
 
 
+@pytest.mark.parametrize("where", ["on_cpu", "run"])
+def test_an_error_in_the_background_reaches_the_training_loop(where, monkeypatch):
+  """As memory that is full: while the movement is copied to the CPU, and in the outer step."""
+
+  def fail(*_):
+    raise MemoryError("RESOURCE_EXHAUSTED")
+
+  with serve(1) as server, join(server, 0, every=1, wait=10.0) as worker:
+    own = worker.step(worker.params)
+    monkeypatch.setattr(OuterStep, where, fail)
+    with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
+      worker.step(own)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
   ("change", "message"),

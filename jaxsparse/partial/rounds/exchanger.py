@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from concurrent import futures
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,11 +78,22 @@ class Exchanger(OwnAnchor):
     run = self._run = Run(
       group, self._worker, self.post, room=4 * entries + MOST_MEMBERS
     )
-    self._thread.submit(self._exchange, run, self.anchor, self.delta)
+    self._submit(self._exchange, run, self.anchor, self.delta)
     return run
 
+  def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+    """Calls `work` in `_thread`; posts the error that it raises, which the training loop then raises."""
+
+    def run() -> None:
+      try:
+        work(*arguments)
+      except Exception as error:
+        self.post(error)
+
+    self._thread.submit(run)
+
   def _exchange(self, run: Run, anchor: Anchor, delta: optax.Params) -> None:
-    """Runs the exchange of a group, in `_thread`; posts `Done` with the digest of its result, or an error.
+    """Runs the exchange of a group, in `_thread`; posts `Done` with the digest of its result.
 
     Args:
       run: the exchange; gets the result.
@@ -90,29 +102,26 @@ class Exchanger(OwnAnchor):
     """
     group = run.group
     rank = group.members.index(self._worker)
-    try:
-      size = len(group.members)
-      # The mean is without a link's movement: `add_moved` adds it to the result.
-      weight = 0.0 if self.is_link else group.weights[rank]
-      # Messages are matched by their numbers in the round, so all members make these
-      # three calls, in this order.
-      result = self.outer.run(
-        anchor, delta, weight, size, rank, group.number, run.exchange
-      )
-      result = links.add_moved(
-        self.outer, anchor, result, delta, group, rank, run.exchange
-      )
-      result = links.pass_residuals(self.outer, result, group, rank, run.exchange)
-      # The anchor notes the group as the last one of its members.
-      if not result.skipped:
-        after = result.anchor.has_moved(group.members, group.number)
-        result = result._replace(anchor=after)
-      run.result = result
-      run.digest = self.outer.digest(run.result.anchor)
-      # After a failure the program has received zeros: its result is of no use.
-      self.post(Done(group.number, None if run.failed else run.digest))
-    except Exception as error:  # raised by the training loop
-      self.post(error)
+    size = len(group.members)
+    # The mean is without a link's movement: `add_moved` adds it to the result.
+    weight = 0.0 if self.is_link else group.weights[rank]
+    # Messages are matched by their numbers in the round, so all members make these
+    # three calls, in this order.
+    result = self.outer.run(
+      anchor, delta, weight, size, rank, group.number, run.exchange
+    )
+    result = links.add_moved(
+      self.outer, anchor, result, delta, group, rank, run.exchange
+    )
+    result = links.pass_residuals(self.outer, result, group, rank, run.exchange)
+    # The anchor notes the group as the last one of its members.
+    if not result.skipped:
+      after = result.anchor.has_moved(group.members, group.number)
+      result = result._replace(anchor=after)
+    run.result = result
+    run.digest = self.outer.digest(run.result.anchor)
+    # After a failure the program has received zeros: its result is of no use.
+    self.post(Done(group.number, None if run.failed else run.digest))
 
   def skip(self) -> int:
     """Replaces the result of the round under way by one with a skipped outer step; returns the digest of its anchor.
@@ -143,7 +152,7 @@ class Exchanger(OwnAnchor):
     # `_thread` is idle now. It packs the totals of the round, the link that `replace`
     # has added, for workers that have missed it. They are kept if they are fewer bytes
     # than the anchor.
-    self._thread.submit(self._links[-1].pack, self.outer.size(self.anchor))
+    self._submit(self._links[-1].pack, self.outer.size(self.anchor))
     # The sizes of the next group if a worker is lost, or joins.
     for size in (self.anchor.size - 1, self.anchor.size + 1):
       self._compiler.submit(self._compile, size)
@@ -198,7 +207,7 @@ class Exchanger(OwnAnchor):
         kind = LEAVING[kind]
       post(kind if finite else WorkerMessage.NOT_FINITE)
 
-    self._thread.submit(copy)
+    self._submit(copy)
 
   def close(self) -> None:
     """Ends the threads; an exchange that runs is dropped."""
