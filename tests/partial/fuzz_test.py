@@ -93,10 +93,10 @@ def broken(draw, frames):
 @st.composite
 def signals(draw):
   kind = draw(st.sampled_from([*WorkerMessage]) | st.integers(0, 255))
-  numbers = draw(st.lists(NUMBERS, min_size=5, max_size=5))
+  *numbers, delivers = draw(st.lists(NUMBERS, min_size=6, max_size=6))
   worker = draw(st.sampled_from([0, 1, 2, 3, 65535]))
   missing = draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 2))
-  fixed = struct.pack("!BHqqqqqi", kind, worker, *numbers, missing)
+  fixed = struct.pack("!BHqqqqqiq", kind, worker, *numbers, missing, delivers)
   has_text = kind in (WorkerMessage.HELLO, WorkerMessage.NOT_FINITE)
   return [fixed + (draw(TEXTS).encode() if has_text or draw(st.booleans()) else b"")]
 

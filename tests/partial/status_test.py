@@ -84,8 +84,7 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
       alike=Alike.of(jnp.zeros(2)),
     )
   for worker in range(2):
-    hub.tell(WorkerMessage.BEAT, worker, 4, now=1.0)
-    hub.tell(WorkerMessage.READY, worker, 1, now=2.0)
+    hub.tell(WorkerMessage.READY, worker, 1, now=2.0, delivers=4)
   assert [worker["doing"] for worker in hub.server.status()["workers"]] == [
     "waits for others"
   ] * 2 + ["trains"]
@@ -170,6 +169,25 @@ def test_over_sockets_as_text_and_as_numbers(capsys, monkeypatch, tmp_path):
       found = status.ask(serving.address, run)
   assert found["rounds_counted"] >= 3
   assert 3 <= found["workers"][0]["round"] <= found["round"]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_each_step_is_counted_as_delivered_once(fragments):
+  """Also where rounds follow each other faster than heartbeats, and where a round delivers a fragment of two."""
+  with (
+    js.partial.Server(js.partial.Quorum(1, quorum=1)) as server,
+    js.partial.Rounds(
+      *(server.address, 0, {"a": jnp.zeros(3), "b": jnp.zeros(3)}, dense),
+      every=4,
+      fragments=fragments,
+      wait=20.0,
+    ) as worker,
+  ):
+    params = worker.params
+    for _ in range(12):
+      params = worker.step(params, weight=10)
+    left = int(worker.state["trained"][:, 0].max())
+    assert status.ask(server.address)["steps_delivered"] == 120 - left
 
 
 def test_a_server_of_partial_reduce_and_nobody():

@@ -1,6 +1,7 @@
 """The messages of workers and their server as bytes: signals, answers, and pieces of models.
 
     worker ──> server    kind u8 | worker u16 | value i64 | RoundPosition i64 × 3 | digest i64 | missing i32
+                         delivers i64
                          HELLO and NOT_FINITE: address, \\n, alike
     server ──> worker    kind u8 | JSON
                          GROUP: members and weights as runs, [first, length] of each, and the addresses that are new
@@ -30,7 +31,7 @@ from jaxsparse.partial.net import strict_json
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.strict_json import is_number, is_whole
 
-_SIGNAL = struct.Struct("!BHqqqqqi")  # kind, worker, and the numbers of `_BOUNDS`
+_SIGNAL = struct.Struct("!BHqqqqqiq")  # kind, worker, and the numbers of `_BOUNDS`
 _PIECE = struct.Struct("!BqHI")  # kind, number, sender, tag
 _PIECE_WORDS = 128  # words of a piece in memory beside its values
 _ADDRESS = re.compile(
@@ -52,6 +53,7 @@ _BOUNDS = {
   "last": (0, _MOST),
   "digest": (0, _MOST),
   "missing": (-1, MOST_MEMBERS - 1),
+  "delivers": (0, _MOST),
 }
 _LONGEST_ADDRESSES = 1 << 16  # characters of the addresses of a worker
 
@@ -245,6 +247,7 @@ class Signal(NamedTuple):
       worker that of the anchor that it has fetched.
     missing: in FAILED the member whose message is missing, or that cannot be reached;
       -1 for none.
+    delivers: in READY the weight of the steps that are wholly delivered by the round.
 
   Example:
     >>> Signal(WorkerMessage.READY, 3, 17).pack()[:11].hex()
@@ -259,6 +262,7 @@ class Signal(NamedTuple):
   alike: Alike = Alike()
   digest: int = 0
   missing: int = -1
+  delivers: int = 0
 
   def pack(self) -> bytes:
     """The bytes of this signal."""
@@ -269,7 +273,7 @@ class Signal(NamedTuple):
   @property
   def numbers(self) -> tuple[int, ...]:
     """The numbers after kind and worker, in the order of `_BOUNDS`."""
-    return self.value, *self.position, self.digest, self.missing
+    return self.value, *self.position, self.digest, self.missing, self.delivers
 
 
 _JOINING = WorkerMessage.HELLO, WorkerMessage.NOT_FINITE
@@ -328,7 +332,7 @@ def parse_signal(frames: list[bytes]) -> Signal:
     # ValueError for any other number of frames
     (frame,) = frames
     head, text = frame[: _SIGNAL.size], frame[_SIGNAL.size :].decode()
-    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(head)
+    kind, worker, value, *position, digest, missing, delivers = _SIGNAL.unpack(head)
     address, newline, words = text.partition("\n")
     alike = Alike.parse(words) if newline else Alike()
     signal = Signal(
@@ -340,6 +344,7 @@ def parse_signal(frames: list[bytes]) -> Signal:
       alike,
       digest,
       missing,
+      delivers,
     )
     # HELLO and NOT_FINITE need addresses; no other signal has a text.
     if not (_are_addresses(address) if kind in _JOINING else not text):

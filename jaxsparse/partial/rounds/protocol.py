@@ -52,6 +52,7 @@ class RoundRequest(NamedTuple):
 
   kind: WorkerMessage
   weight: int = 0  # mean weight of a step, with 16 fractional bits
+  delivers: int = 0  # weight of the steps that are wholly delivered by the round
 
 
 @dataclasses.dataclass(eq=False)
@@ -236,10 +237,11 @@ class RoundProtocol(WorkerProtocol[Run]):
       membership.fetch(self._last.round, id_)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
-    # a request for a round: its kind and weight
+    # a request for a round
     else:
       membership.state = "joined"
-      membership.tell(*self._request)
+      kind, weight, delivers = self._request
+      membership.tell(kind, weight, delivers=delivers)
 
   def _leave(self) -> None:
     """Leaves, as the training loop asks: at once, or once an undecided round is decided, within `timeout` seconds."""

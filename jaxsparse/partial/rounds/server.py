@@ -12,6 +12,7 @@ Of each worker that has joined the server has a `RoundMember`, among other thing
     position           of its anchor: how many rounds, and the number of the last group
     branch             of its anchor: the run, and the ids of the rounds
     weight             of the steps that it has not delivered
+    delivers           weight of the steps that its next round delivers
     is_late            it was ready with an old anchor, and has not been told so
     donor              the worker from which it fetches the anchor, told at
                        `donor_named`; None: no worker
@@ -78,6 +79,7 @@ class RoundMember(Member):
   position: RoundPosition = _START
   branch: _Branch = _NO_ROUND  # branch of its anchor
   weight: int = 0  # sum of the weights of the steps that it has not delivered
+  delivers: int = 0  # weight of the steps that its next round delivers
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
   is_link: bool = False  # it has brought what a link has moved
@@ -298,6 +300,7 @@ class RoundServer:
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
+    member.delivers = signal.delivers
     self._window.end(signal.worker, self._now)
     # A worker that leaves waits twice as long, for one that takes over its residual.
     member.waits_until = self._now + (1 + leaves) * self._window.least
@@ -542,7 +545,7 @@ class RoundServer:
     # told a donor below.
     agreeing = [worker for worker in group.members if worker not in verdict.differing]
     for worker in group.members:
-      self._delivered += known[worker].weight
+      self._delivered += known[worker].delivers
       known[worker].weight = 0
     for worker in agreeing:
       member = known[worker]

@@ -483,12 +483,15 @@ class Rounds:
     flight = delta, self._undelivered, self._exchanger.delivered
     # Round r exchanges fragment r mod F. The request has the mean weight of its steps
     # since its last round, as an integer with `_FRACTION` fractional bits.
-    weight, steps = self._undelivered[
-      self._exchanger.anchor.position.round % len(self._undelivered)
-    ].tolist()
-    post = lambda kind: self._endpoint.post(
-      RoundRequest(kind, (weight << _FRACTION) // max(1, steps))
+    fragment = self._exchanger.anchor.position.round % len(self._undelivered)
+    weight, steps = self._undelivered[fragment].tolist()
+    weights = self._undelivered[:, 0]
+    # The steps that another fragment lacks after the round are not wholly delivered.
+    delivers = weights.max() - np.delete(weights, fragment).max(initial=0)
+    request = RoundRequest(
+      WorkerMessage.READY, (weight << _FRACTION) // max(1, steps), int(delivers)
     )
+    post = lambda kind: self._endpoint.post(request._replace(kind=kind))
     self._exchanger.prepare(delta, self._place.to_host(delta), post)
     # Set last: if a line above raises, or is interrupted, the next step begins again.
     self._flight = flight
