@@ -410,6 +410,25 @@ def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
   )
 
 
+def test_a_worker_that_leaves_with_nan_hands_its_residual_over():
+  """What it has moved since the anchor is dropped, and it takes part in a last round from there."""
+
+  def train(number):
+    with join(server, number, every=1, outer=choosing, wait=10.0) as worker:
+      own = worker.params
+      for _ in range(2):
+        own = worker.step(jax.tree.map(jnp.subtract, own, ramp(number)))
+      before = worker.state["residual"]
+      if number:
+        worker.leave(plus(own, np.nan))
+      else:
+        worker.step(own)
+      return worker.round, before.any(), worker.state["residual"].any()
+
+  with serve(2) as server:
+    assert in_threads(2, train)[1] == (3, True, False)
+
+
 def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
   """Residuals, outer momentum, and what is moved while an exchange is under way; stored by orbax."""
   outer = lambda comm: optax.chain(

@@ -401,7 +401,8 @@ class Rounds:
     Args:
       params: as `step` returned them last, to leave for good: what they have moved is
         exchanged in a last round of each fragment, in which another member takes over
-        the residual; `state` has it where there is none. Without a quorum within the
+        the residual; `state` has it where there is none. Parameters that are not finite
+        are replaced by the anchor before, with a warning. Without a quorum within the
         grace window and `timeout` a warning says so, and `state` has what was moved,
         too. None to leave at once, and to go on some day from `state`, which then
         lacks the steps since `round` has changed or an exchange has begun.
@@ -425,12 +426,15 @@ class Rounds:
     """Takes part in a last round of each fragment; returns the parameters then, or once the time is over."""
     self._exchanger.is_final = True
     # A round for each fragment, and before them the one that is under way.
-    for _ in range(len(self._undelivered) + (self._flight is not None)):
+    rounds = len(self._undelivered) + (self._flight is not None)
+    while rounds:
       if self._flight is None:
         self._begin(params)
       params = self._finish(params, self._protocol.grace + self._membership.timeout)
       if self._flight is not None:  # there was no time for it
         break
+      # Parameters that are not finite, which the anchor has replaced, were in no round.
+      rounds -= not self._refused
     return params
 
   def _land(self, params: optax.Params | None) -> None:
