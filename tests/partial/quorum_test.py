@@ -232,7 +232,10 @@ def test_what_is_rejected(quorum, call, message):
 
 @pytest.mark.parametrize(
   "options",
-  [{"quorum": 0}, {"quorum": 4}, {"quorum": 2, "grace": -1}, {"quorum": True}],
+  [
+    *({"quorum": 0}, {"quorum": 4}, {"quorum": True}),
+    *({"quorum": 2, "grace": grace} for grace in (-1, 1e10, float("inf"), "never")),
+  ],
 )
 def test_bad_options(options):
   with pytest.raises(ValueError, match="quorum=|grace="):

@@ -36,6 +36,9 @@ from jaxsparse.partial.net.messages import Rejected, RoundPosition, WorkerGroup
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.pairs import Pairs
 
+# seconds; workers wait as long in `queue.get`, which refuses more than some 9e9
+_MOST_GRACE = 1e9
+
 
 class Behind(Exception):
   """A worker is ready whose anchor is not that of the last round."""
@@ -125,8 +128,11 @@ class Quorum:
   ):
     check_whole("quorum", 1, workers=workers)
     check_whole("quorum", 1, workers, quorum=quorum)
-    if grace != "auto" and not (isinstance(grace, int | float) and grace >= 0):
-      raise ValueError(f"grace={grace!r}, choose 'auto', or 0 seconds or more")
+    is_seconds = isinstance(grace, int | float) and 0 <= grace <= _MOST_GRACE
+    if grace != "auto" and not is_seconds:
+      raise ValueError(
+        f"grace={grace!r}, choose 'auto', or seconds from 0 to {_MOST_GRACE:g}"
+      )
     self.workers = workers
     self.quorum = quorum
     self.grace = grace
