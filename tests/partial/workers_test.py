@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import threading
 import time
 from concurrent import futures
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.net.messages import Rejected
 
 START = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
 BAD = {"b": jnp.ones(2), "w": jnp.array([1, jnp.nan, 1.0])}
@@ -129,20 +129,21 @@ def test_a_worker_that_pauses_holds_nobody_up(where):
 def test_bad_arguments(where):
   with where(js.partial.Controller(3, 2), jnp.zeros(2)) as start, start(0) as worker:
     # told even if they are not finite
-    for params in (
-      jnp.zeros(3),
-      jnp.array([jnp.nan]),
+    for params, shape in (
+      (jnp.zeros(3), "[3]"),
+      (jnp.zeros((2, 1)), "[2, 1]"),
+      (jnp.array([jnp.nan]), "[1]"),
     ):
-      with pytest.raises(
-        ValueError, match=f"params have {params.size} entries, the initial ones have 2"
-      ):
+      message = f"reduce: params of {shape}, where training started from params of [2]"
+      with pytest.raises(ValueError, match=re.escape(message)):
         worker.reduce(params, 1)
     assert worker.refused == 0
-    with pytest.raises(
-      Rejected if where is on_devices else ValueError,
-      match="-1 of worker 0",
-    ):
-      worker.reduce(jnp.zeros(2), -1)
+    for iteration in (-1, 1.5, 2**63):
+      with pytest.raises(ValueError, match=f"reduce: iteration={iteration}, choose a"):
+        worker.reduce(jnp.zeros(2), iteration)
+    for number in (-1, 0.5, 2**16):
+      with pytest.raises(ValueError, match=f"{number}, choose"):
+        start(number)
     with pytest.raises(ValueError, match=r"worker 5, (choose|there are) 0 … 2"):
       start(5)
   with pytest.raises(

@@ -7,7 +7,9 @@ another worker.
 """
 
 import abc
+import contextlib
 import logging
+import operator
 from collections.abc import Callable
 from typing import Self
 
@@ -16,8 +18,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.flatten import flatten
-from jaxsparse.partial.net.alike import REFUSALS, first_not_finite
+from jaxsparse.partial.groups.controller import MAX_ITERATION
+from jaxsparse.partial.net.alike import REFUSALS, check_leaves, first_not_finite
 from jaxsparse.partial.net.messages import WorkerMessage
+from jaxsparse.types import check_whole
 
 _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 
@@ -27,7 +31,7 @@ class BaseWorker(abc.ABC):
 
   Args:
     worker: its number.
-    entries: n, the number of entries of the model.
+    params: the model that training starts from.
     unflatten: from f32[n] to parameters of the caller's structure, shapes and dtypes.
 
   Attributes:
@@ -36,11 +40,14 @@ class BaseWorker(abc.ABC):
   """
 
   def __init__(
-    self, worker: int, entries: int, unflatten: Callable[[jax.Array], optax.Params]
+    self,
+    worker: int,
+    params: optax.Params,
+    unflatten: Callable[[jax.Array], optax.Params],
   ):
     self.number = worker
     self.refused = 0
-    self._entries = entries
+    self._start = params
     self._unflatten = unflatten
 
   def reduce(self, params: optax.Params, iteration: int) -> tuple[optax.Params, int]:
@@ -63,8 +70,8 @@ class BaseWorker(abc.ABC):
     Raises:
       ControllerLost: if the controller has been silent for its limit and `reconnect`
         seconds; what `save` names holds the parameters of the last call.
-      ValueError: for parameters of another size, or an iteration that the controller
-        rejects.
+      ValueError: for parameters with other leaves than at the start, an iteration that
+        is no whole number of 0 or more, or that the controller rejects.
       FloatingPointError: for parameters that are not finite, if no other worker has a
         finite trained model, or at the tenth time in succession.
     """
@@ -107,11 +114,11 @@ class BaseWorker(abc.ABC):
       The average and its iteration; or the model of another worker and its iteration,
       as `reduce` describes.
     """
+    check_leaves("reduce", params, self._start)
+    with contextlib.suppress(TypeError):  # a number of numpy or JAX
+      iteration = operator.index(iteration)
+    check_whole("reduce", 0, MAX_ITERATION, iteration=iteration)
     vector = flatten(params)[0]
-    if vector.size != self._entries:
-      raise ValueError(
-        f"params have {vector.size} entries, the initial ones have {self._entries}"
-      )
     if is_finite := bool(_all_finite(vector)):
       self.refused = 0
     else:

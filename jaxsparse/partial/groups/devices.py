@@ -89,7 +89,6 @@ class Devices:
     self.controller = controller
     self.devices = tuple(devices)
     self.params = params
-    self.entries = vector.size
     self._initial = [jax.device_put(vector, device) for device in devices]
     self._lock = threading.Lock()  # guards the controller, `_waiting` and `_seeking`
     self._waiting: dict[
@@ -263,7 +262,7 @@ class DeviceWorker(BaseWorker):
   """
 
   def __init__(self, workers: Devices, worker: int):
-    super().__init__(worker, workers.entries, workers.unflatten)
+    super().__init__(worker, workers.params, workers.unflatten)
     self._workers = workers
     self.device = workers.devices[worker]
     self.params = jax.device_put(workers.params, self.device)

@@ -23,6 +23,7 @@ from jaxsparse.partial.net.alike import Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
 from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.types import check_whole
 
 # seconds that a worker tries to reach a controller that has been silent for its limit
 RECONNECT = 60.0
@@ -84,11 +85,12 @@ class Worker(BaseWorker):
     timeout: float = START_TIMEOUT,
     reconnect: float = RECONNECT,
   ):
+    check_whole("Worker", 0, messages.MOST_MEMBERS - 1, number=number)
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
     initial, unflatten = flatten(params)
-    super().__init__(number, initial.size, unflatten)
+    super().__init__(number, params, unflatten)
     self._file = None if save is None else pathlib.Path(save)
     if self._file:
       # Temporary files are left by a process that was killed while it wrote.

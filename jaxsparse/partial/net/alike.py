@@ -15,6 +15,7 @@ from jaxsparse.arrays.flatten import (
   all_finite,
   check_are_arrays,
   check_not_overwritten,
+  leaf_shapes,
   leaves_by_name,
 )
 from jaxsparse.partial.net import strict_json
@@ -67,6 +68,26 @@ def check_start(params: optax.Params) -> None:
     raise ValueError(
       f"{path} is not finite: training has to start from finite parameters"
     )
+
+
+def check_leaves(name: str, params: optax.Params, start: optax.Params) -> None:
+  """Raises ValueError, with the first such leaf, unless the leaves of `params` have the names and shapes of `start`.
+
+  Args:
+    name: of what checks, for the error.
+    params: the parameters to check.
+    start: the parameters that training started from.
+  """
+  named = lambda tree: [
+    f"params{leaf} of {[*shape]}" for leaf, shape in leaf_shapes(tree).items()
+  ]
+  for expected, leaf in itertools.zip_longest(
+    named(start), named(params), fillvalue="nothing"
+  ):
+    if leaf != expected:
+      raise ValueError(
+        f"{name}: {leaf}, where training started from {expected}: give what the last call returned, trained"
+      )
 
 
 class Alike(NamedTuple):

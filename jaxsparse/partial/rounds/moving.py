@@ -6,13 +6,12 @@ rounded to their dtypes; `moved` is f32.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.flatten import leaves_by_name
+from jaxsparse.partial.net.alike import check_leaves
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -37,16 +36,7 @@ def movement(
   Raises:
     ValueError: for parameters whose leaves have other names or shapes.
   """
-  named = lambda tree: [
-    f"params{name} of {[*leaf.shape]}" for name, leaf in leaves_by_name(tree).items()
-  ]
-  for expected, leaf in itertools.zip_longest(
-    named(base), named(params), fillvalue="nothing"
-  ):
-    if leaf != expected:
-      raise ValueError(
-        f"Rounds: {leaf}, where training started from {expected}: give what `step` returned, trained"
-      )
+  check_leaves("Rounds", params, base)
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
     # The difference to the rounded parameters that `step` returned: rounding them to a
