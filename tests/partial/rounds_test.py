@@ -987,6 +987,7 @@ def make_state(params):
     "moved": np.zeros(12, np.float32),
   }
   numbers = {"share": 0.0, "fragments": 1, "latest": 0, "part": np.array((0, 1))}
+  numbers["names"] = checks.hash_names(params)
   return checks.seal(
     arrays | numbers | {"trained": np.zeros((1, 2), int)}, worker=0, run=1
   )
@@ -1035,7 +1036,7 @@ WRONG = [
   (
     {"state": {"fragments": np.int64(1)}},
     ValueError,
-    "the state has no anchor, digest, latest, moved, number, part, residual, run",
+    "the state has no anchor, digest, latest, moved, names, number, part, residual, run",
   ),
   (
     {"state": {name: STATE[name] for name in STATE if name != "share"}},
@@ -1046,6 +1047,11 @@ WRONG = [
     {"state": checks.seal(STATE, 1, run=1)},
     ValueError,
     "number=0, but the state was saved by worker 1",
+  ),
+  (
+    {"state": STATE, "params": {"other": START["b"], "w": START["w"]}},
+    ValueError,
+    "the state was saved with parameters whose leaves have other names",
   ),
   (
     {"state": STATE | {"residual": np.full(12, np.nan)}},

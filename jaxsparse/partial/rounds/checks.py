@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxsparse.arrays.flatten import leaves_by_name
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.peers import PEERS
@@ -37,6 +38,7 @@ _SEALED = {
   "latest": ("int64", 0),
   "fragments": ("int64", 0),
   "part": ("int64", 1),
+  "names": ("int64", 0),
   "number": ("int64", 0),
   "run": ("int64", 0),
 }
@@ -162,8 +164,17 @@ def seal(state: SavedState, worker: int, run: int) -> SavedState:
   return state | {"digest": np.int64(_digest(state))}
 
 
+def hash_names(tree: optax.Params) -> int:
+  """A hash of the names of all leaves, since those of another model may have equal shapes."""
+  return zlib.crc32(repr([*leaves_by_name(tree)]).encode())
+
+
 def check_state(
-  state: SavedState, worker: int, fragments: int, where: tuple[int, int] = (0, 1)
+  state: SavedState,
+  worker: int,
+  fragments: int,
+  where: tuple[int, int] = (0, 1),
+  names: int = 0,
 ) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
 
@@ -172,10 +183,11 @@ def check_state(
     worker: number of this worker.
     fragments: F, of this worker.
     where: the number of this process among those of its worker, and how many there are.
+    names: `hash_names` of the parameters.
 
   Example:
     >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
-    >>> numbers = {"trained": [[0, 0]], "share": 0.5, "latest": 7, "fragments": 1, "part": [0, 1]}
+    >>> numbers = {"trained": [[0, 0]], "share": 0.5, "latest": 7, "fragments": 1, "part": [0, 1], "names": 0}
     >>> check_state(seal(arrays | numbers, worker=3, run=1), worker=2, fragments=1)
     Traceback (most recent call last):
     ...
@@ -199,6 +211,10 @@ def check_state(
     of = "part {} of {}".format
     raise ValueError(
       f"Rounds: this process is {of(*where)} of its worker, but the state was saved by {of(*saved)}"
+    )
+  if int(state["names"]) != names:
+    raise ValueError(
+      "Rounds: the state was saved with parameters whose leaves have other names"
     )
   for name in _REAL:
     if not np.isfinite(state[name]).all():

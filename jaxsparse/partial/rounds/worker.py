@@ -231,7 +231,8 @@ class Rounds:
     self._of_fragment = step.fragments.numbers(anchor.params)
     self._exchanger = Exchanger(step, anchor, self._worker, link)
     if state:
-      checks.check_state(state, self._worker, fragments, self._place.where)
+      names = checks.hash_names(params)
+      checks.check_state(state, self._worker, fragments, self._place.where, names)
       self._exchanger.restore(state)
     alike = Alike.of(
       params,
@@ -349,6 +350,7 @@ class Rounds:
       "share": np.float64(self._recent_weight),
       "fragments": np.int64(len(self._undelivered)),
       "part": np.array(self._place.where),
+      "names": np.int64(checks.hash_names(self._dtypes)),
     }
     return checks.seal(
       self._exchanger.arrays | local, self._worker, self._membership.alike.run
