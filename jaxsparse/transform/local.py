@@ -119,11 +119,12 @@ def local_steps(
       when `step.synchronize(params, state)` is called, which `tx.update(grads, state,
       params, synchronize=True)` does without a local step. An update in flight is
       applied then, and all workers go on from θ, with `apply_residual` less their
-      residuals. Or a schedule: at the beginning of each period it is called with
-      the number of steps so far, and returns the H of the period, which is rounded down
-      and at least 1. While the learning rate decays, an H that grows reaches a lower
-      loss than a constant H with as many exchanges: `lambda step: 4 * 2 **
-      jnp.minimum(step // 300, 5)`; without a limit the i32 overflows.
+      residuals; a second call without a step between changes nothing. Or a schedule: at
+      the beginning of each period it is called with the number of steps so far, and
+      returns the H of the period, which is rounded down and at least 1. While the
+      learning rate decays, an H that grows reaches a lower loss than a constant H with
+      as many exchanges: `lambda step: 4 * 2 ** jnp.minimum(step // 300, 5)`; without a
+      limit the i32 overflows.
     fragments: F, 1 … H, and 1 with a schedule. Leaves stay whole: the largest first,
       each goes to the fragment with the fewest entries so far.
     delay: τ, less than H/F, and 0 with a schedule: the steps between an exchange and
@@ -280,7 +281,8 @@ class _OnDemand:
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
     )
-    state = state._replace(moved=moved, since=state.since + 1)
+    since = jnp.maximum(state.since, 0) + 1
+    state = state._replace(moved=moved, since=since)
     finite = flatten.all_finite(moved) & given.finite
     return self.step_outer(state, given._replace(finite=finite))
 
@@ -294,12 +296,11 @@ class _OnDemand:
     """The exchange without a local step: the updates of the outer parameters, and the next state."""
     unchanged = lambda: (optax.tree.zeros_like(params), state)
     exchange = functools.partial(self._exchange_all, state, params, extra)
-    # Right after an exchange there is no movement, but outer momentum would move the
-    # parameters all the same: so no exchange then. With several fragments, or mixing,
-    # an exchange leaves movement.
-    if self.exchange.fragments.count == 1 and not self.exchange.mixing:
-      return varying.cond(state.since == 0, unchanged, exchange)
-    return exchange()
+    # Without movement outer momentum would move the parameters all the same: so no
+    # exchange then. `since` is -1 after a synchronization, which leaves no movement,
+    # and 0 after a period, which leaves none of a single fragment without mixing.
+    is_whole = self.exchange.fragments.count == 1 and not self.exchange.mixing
+    return varying.cond(state.since < int(is_whole), unchanged, exchange)
 
   def _exchange_all(
     self, state: LocalState, params: optax.Params, extra: Extra
@@ -313,16 +314,21 @@ class _OnDemand:
     # The inner optimizer has no part in an exchange.
     after = state._replace(inner=())
     skipped = jnp.bool_(False)
+    # The counters of each fragment are those of its own exchange.
+    outer = []
     for fragment in range(fragments.count):
       done = self.exchange.deliver(fragment, after, given)
       total = optax.tree.add(total, done.updates)
       skipped |= done.skipped
-      after = after._replace(outer=done.outer, flight=done.flight)
+      outer.append(done.outer[fragment])
+      after = after._replace(flight=done.flight)
     # Movement that these exchanges have not delivered is kept: what the dtypes of
     # parameters cannot hold.
     left = functools.partial(self.exchange.undelivered, state)
     moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
-    after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
+    after = after._replace(
+      inner=state.inner, outer=tuple(outer), moved=moved, since=jnp.int32(-1)
+    )
     # If the exchange of one fragment is skipped, all of them are undone.
     return zeros_if(skipped, total), select_state(skipped, state, after)
 

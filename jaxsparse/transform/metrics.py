@@ -205,9 +205,9 @@ def _read(
   combined = summary(states, comm)._replace(parts=parts, agreement=agreement)
   if not local:
     return combined
-  # Of several local steps the largest number counts.
+  # Of several local steps the largest number counts, and 0 where `since` is -1.
   since, steps = (
-    jnp.max(jnp.array([getattr(state, name) for state in local]))
+    jnp.max(jnp.array([getattr(state, name) for state in local]), initial=0)
     for name in ("since", "steps")
   )
   # The number of all steps: `steps` leaves out skipped ones, which have sent words all

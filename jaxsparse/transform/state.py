@@ -247,7 +247,7 @@ class LocalState(NamedTuple):
       worker, θ − θ_w, but for an applied residual; () with `every=1`, which leaves
       nothing moved.
     since: i32[], steps since the last exchange, with a delay since it was applied; with
-      fragments since that of the last fragment.
+      fragments since that of the last fragment; -1 after a synchronization.
     steps: i32[], steps since the state was made, without skipped ones.
     flight: with a delay the `Flight` of the last exchange; else ().
     applied: `Applied` where the parameters of a worker include its residual, θ_w = θ −

@@ -67,6 +67,31 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
 
 
 @pytest.mark.parametrize(
+  ("options", "words"),
+  # With the delay the update of "w" is in flight, and "b" alone is sent.
+  [({"fragments": 2}, N), ({"mixing": 0.5}, N), ({"fragments": 2, "delay": 1}, 4)],
+  ids=["fragments", "mixing", "delay"],
+)
+def test_a_second_synchronization_without_a_step_between_changes_nothing(
+  options, words
+):
+  """Outer momentum would move the parameters; the words are those of all fragments."""
+  outer = optax.chain(js.dense_transform(sim(2)), optax.sgd(1.0, momentum=0.5))
+  tx = js.local_steps(optax.sgd(1.0), outer, every=4, **options)
+  step, params, state = start(tx, sim(2))
+  params, state, _ = step(params, state, integers(0, 2, N))
+  params, state = step.synchronize(params, state)
+  assert js.metrics(state).words_sent == words
+  assert js.metrics(state).since_exchange == 0
+  before = jax.tree.map(jnp.copy, (params, state))
+  again = step.synchronize(params, state)
+  assert_same_bits(again, before)
+  after, state, _ = step(*again, integers(1, 2, N))
+  assert js.metrics(state).since_exchange == 1
+  assert np.any(flat(step.synchronize(after, state)[0]) != flat(before[0]))
+
+
+@pytest.mark.parametrize(
   "applied", quick_of([False, True], quick=[True]), ids=["hidden", "applied"]
 )
 def test_metrics_of_each_step_and_what_is_flushed(applied):
