@@ -147,7 +147,7 @@ def convert(
   (`special`, plans) change; for another number of workers it is scaled as by
   `js.resize`. Total counters go on. All else that a transform remembers starts anew,
   unless its collectives, groups and workers are the old ones. All other transformations
-  must stay the same.
+  must stay the same; their arrays keep the dtypes of `state`.
 
   `every` of `js.local_steps` may change; for 1 no movement may be pending. The new
   chain may begin local steps: `inner` is then the optimizer that followed the
@@ -427,7 +427,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
 
 
 def _check_structure(state: OptState, fresh: OptState) -> None:
-  """Raises ValueError unless both states have the same arrays, by path, dtype and shape, outside of `ReduceState`s."""
+  """Raises ValueError unless both states have the same arrays, by path, kind and shape, outside of `ReduceState`s."""
   old = _described(state)
   new = _described(fresh)
   if old != new:
@@ -439,14 +439,19 @@ def _check_structure(state: OptState, fresh: OptState) -> None:
 
 
 def _described(tree: ArrayTree) -> set[str]:
-  """The path of each array and each `ReduceState` in a state; for arrays with dtype and shape at one worker."""
+  """The path of each array and each `ReduceState` in a state; for arrays with dtype and shape at one worker.
+
+  All floating-point dtypes are "floating": a step may change that of `init`, as a
+  float32 rate under `optax.inject_hyperparams` makes bfloat16 momentum float32.
+  """
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
   # The arrays in a `ReduceState` may differ: they are converted. `row`, a boolean, cuts
   # off the leading axis of workers where an array has one.
+  kind = lambda dtype: "floating" if jnp.issubdtype(dtype, jnp.floating) else dtype
   shape = lambda x, row: (
     ""
     if states.is_reduce_state(x)
-    else f" {jnp.result_type(x)}{list(np.shape(x)[row:])}"
+    else f" {kind(jnp.result_type(x))}{list(np.shape(x)[row:])}"
   )
   rows = jax.tree.leaves(states.worker_rows(tree))
   return {

@@ -49,6 +49,10 @@ def abstract_state(
 ) -> ArrayTree:
   """The shapes, dtypes and shardings of `js.init(tx, params, mesh)`: the target to restore a checkpoint into.
 
+  A step may change dtypes, as a float32 rate under `optax.inject_hyperparams` makes
+  bfloat16 momentum float32; Orbax would round it to the dtype of `js.init`. In that
+  case give Orbax the shapes of a state after a step.
+
   Args:
     tx: the chain.
     params: the parameters.

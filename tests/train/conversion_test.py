@@ -571,6 +571,21 @@ def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(work
   assert_same_bits((again.inner, again.outer), (local.inner, local.outer))
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_dtype_that_a_step_has_changed_is_kept():
+  """A float32 rate makes the momentum of bfloat16 parameters float32."""
+  params = {"w": jnp.zeros(4, jnp.bfloat16)}
+  rate = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)
+  make = lambda density: optax.chain(
+    js.make_transform("topka", sim(2), density=density), rate(0.1, momentum=0.9)
+  )
+  step, params, state = start(make(0.5), sim(2), params)
+  params, state, _ = step(params, state, normals(0, 2, 4))
+  (momentum,) = jax.tree.leaves(state[1].inner_state)
+  assert momentum.dtype == jnp.float32
+  assert_same_bits(js.convert(state, make(0.25), params, sim(2))[1], state[1])
+
+
 def test_parameters_that_are_one_array_change_between_exchanges_too():
   params, chain = (
     jnp.zeros(8),
