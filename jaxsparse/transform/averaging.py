@@ -83,7 +83,7 @@ def average_momentum(
 
   def init(params: optax.Params) -> AveragedState:
     state = inner.init(params)
-    if not (momentum := _momentum_of(state)):
+    if not (momentum := _momentum_of(state, params)):
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
@@ -114,35 +114,32 @@ def average_momentum(
     # `since` counts the steps since the last average. It is state of a worker's own but
     # equal on all, which skip the same steps; `mark_total` declares that.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
-    momentum, means = varying.cond(
-      due, exchange, keep, _momentum_of(after), state.means
+    before = _momentum_of(after, grads)
+    momentum, means = varying.cond(due, exchange, keep, before, state.means)
+    # By identity: each pytree in `before` is a part of `after`.
+    new = {id(tree): momentum[path] for path, tree in before.items()}
+    is_momentum = lambda part: id(part) in new
+    after = jax.tree.map(
+      lambda part: new.get(id(part), part), after, is_leaf=is_momentum
     )
-    after = _with_momentum(after, momentum)
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
-  """The state with the momentum at each path replaced by `momentum[path]`."""
-  for path, tree in momentum.items():
-    is_at_path = lambda key_path, _, path=path: keystr(key_path) == path
-    # A path ends with the name of its field, as in `[0]ScaleByAdamState.mu`.
-    field = path.rpartition(".")[2]
-    state = optax.tree.set(state, is_at_path, **{field: tree})
-  return state
-
-
-def _momentum_of(state: OptState) -> _Momentum:
+def _momentum_of(state: OptState, params: ArrayTree) -> _Momentum:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   # _FIELDS are "mu" and "trace". Only fields of named tuples: a parameter may have such
   # a name, too.
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-  trees = [
+  fields = lambda tree: [
     pair
     for name in _FIELDS
-    for pair in optax.tree.get_all_with_path(state, name, is_field)
+    for pair in optax.tree.get_all_with_path(tree, name, is_field)
   ]
+  # Nor fields of named tuples of the parameters, of which a state has copies.
+  of_params = {path[-1].tuple_name for path, _ in fields(params)}
+  trees = [pair for pair in fields(state) if pair[0][-1].tuple_name not in of_params]
   # Momentum without entries, as of masked leaves, needs no exchange. Placeholders, with
   # which optax.tree_map_params inits instead of arrays, count as momentum.
   has_entries = lambda tree: (

@@ -1,5 +1,8 @@
 """Momentum that workers average now and then: against numpy, with what local steps have beside it, and bad input."""
 
+import collections
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +136,25 @@ def test_parameters_that_are_one_array():
   _, state, _ = step(params, state, normals(0, WORKERS, N))
   assert spread(state) == 0
   assert js.metrics(state).words_sent > 0
+
+
+class Gaussian(NamedTuple):
+  mu: jax.Array
+  sigma: jax.Array
+
+
+@pytest.mark.parametrize("kind", [Gaussian, collections.OrderedDict])
+def test_parameters_called_mu_are_no_momentum(kind):
+  """The second moments of such parameters stay each worker's own."""
+  params = kind(mu=jnp.zeros(4), sigma=jnp.zeros(6))
+  inner = js.average_momentum(optax.adam(0.1), sim(WORKERS), every=1)
+  tx = js.local_steps(inner, averaged(sim(WORKERS)), every=2)
+  step, params, state = start(tx, sim(WORKERS), params)
+  _, state, _ = step(params, state, normals(0, WORKERS, 10))
+  adam, _ = state.inner.inner
+  spread_of = lambda leaf: np.ptp(leaf, axis=0).max()
+  assert [spread_of(leaf) for leaf in jax.tree.leaves(adam.mu)] == [0, 0]
+  assert all(spread_of(leaf) > 0 for leaf in jax.tree.leaves(adam.nu))
 
 
 @pytest.mark.parametrize(
