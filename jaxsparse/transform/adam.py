@@ -139,10 +139,12 @@ class _WindowAdam(NamedTuple):
     # settings may forbid.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
-    # `leaves`, a pytree of tuples (update, m, a, v), becomes four pytrees.
-    tuple_of_four = jax.tree.structure((0, 0, 0, 0))
-    scaled, mu, average, nu = jax.tree.transpose(
-      jax.tree.structure(updates), tuple_of_four, leaves
+    # `leaves`, a pytree of tuples (update, m, a, v), becomes four pytrees; `transpose`
+    # of JAX refuses one without leaves.
+    structure = jax.tree.structure(updates)
+    rows = structure.flatten_up_to(leaves)
+    scaled, mu, average, nu = (
+      structure.unflatten(row[column] for row in rows) for column in range(4)
     )
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 

@@ -31,6 +31,14 @@ def test_a_window_of_one_is_optax():
   np.testing.assert_allclose(ours, theirs, rtol=2e-6)
 
 
+def test_a_tree_without_leaves_has_no_update():
+  """As of `optax.multi_transform` without a leaf of that label."""
+  nothing = {"w": optax.MaskedNode()}
+  tx = js.scale_by_window_adam(4)
+  updates, state = tx.update(nothing, tx.init(nothing))
+  assert (updates, int(state.step)) == (nothing, 1)
+
+
 def test_equals_the_formulas_in_numpy():
   grads, window, (b1, b2, eps) = normals(1, 30, 40), np.uint8(255), (0.8, 0.95, 1e-3)
   b = 254 / 256
