@@ -38,7 +38,7 @@ class Row(NamedTuple):
     state_bytes: bytes of optimizer state of a worker for each parameter.
     seconds: of a step of one worker without its messages, on this machine.
     collective: its label, where the chain has one; else "".
-    every: steps from one exchange to the next.
+    every: steps from one exchange to the next; 0 if there was none.
   """
 
   method: str
@@ -146,7 +146,7 @@ class Race:
 
   @property
   def evidence(self) -> list[Evidence]:
-    """A row for each method but dense whose chain has one collective, for `js.costs.advise(evidence=)`."""
+    """A row for each method but dense that exchanges by one collective, for `js.costs.advise(evidence=)`."""
     # Dense, too, may have reached its final loss before its final step.
     dense = self.steps_to_dense(self.rows[0])
     evidence = []
@@ -159,7 +159,7 @@ class Race:
       task = f"{self.entries:,} parameters"
       # the first fields of `Evidence`, in their order
       key = row.method, row.collective, row.every, optimizer, task, self.workers
-      if row.collective:
+      if row.collective and row.every:
         evidence.append(Evidence(*key, steps, deviation, len(ratios)))
     return evidence
 

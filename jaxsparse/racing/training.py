@@ -94,12 +94,14 @@ class Program:
       count: i32[], at most `length`; batches behind it are not used.
 
     Returns:
-      (trained, rows): `trained` after the steps; and what the setting reads of the
-      optimizer state after each step, leaves [length, …], valid up to `count`.
+      (trained, rows): `trained` after the steps; and of each step whether it sent words,
+      and what the setting reads of the optimizer state after it, leaves [length, …],
+      valid up to `count`.
     """
     setting = self.setting
     place = {"mesh": setting.where, "axis": setting.axis}
     length = len(jax.tree.leaves(batches)[0])
+    row_of = lambda state: (metrics(state).words_sent > 0, setting.read(state))
 
     def one_step(index: jax.Array, carried: ArrayTree) -> ArrayTree:
       (params, state, model_state), rows = carried
@@ -109,16 +111,16 @@ class Program:
       # `run` donates `trained`: a step within it need not.
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       of_step = {"rng": key, "model_state": model_state}
-      params, state, metrics = step.traced(
+      params, state, results = step.traced(
         params, state, batch, **of_step, **setting.named
       )
       keep = lambda row, rows: rows.at[index].set(row)
-      rows = jax.tree.map(keep, setting.read(state), rows)
-      return (params, state, metrics.model_state), rows
+      rows = jax.tree.map(keep, row_of(state), rows)
+      return (params, state, results.model_state), rows
 
-    # Rows to overwrite, with the shapes and dtypes that `setting.read` returns.
+    # Rows to overwrite, with the shapes and dtypes that `row_of` returns.
     repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
-    rows = jax.tree.map(repeat, setting.read(trained[1]))
+    rows = jax.tree.map(repeat, row_of(trained[1]))
     # A loop to a traced `count`, since the last call often has fewer steps: a scan over
     # them would have other shapes and compile one more program.
     return varying.fori_loop(0, count, one_step, (trained, rows))
@@ -137,6 +139,7 @@ class Training:
     trained: (params, optimizer state, model state) of all workers.
     steps: the numbers of steps after which the model was evaluated.
     losses: the held-out loss after each of `steps`, Inf where it is not finite.
+    exchanges: the numbers of steps, from 1, in which words were sent.
     seconds: seconds of a step of all workers on this machine, in the fastest call.
     tenth: the parameters at the first evaluation, after about a tenth of the steps of
       a race; None before it.
@@ -151,6 +154,7 @@ class Training:
   trained: ArrayTree
   steps: list[int] = dataclasses.field(default_factory=list)
   losses: list[float] = dataclasses.field(default_factory=list)
+  exchanges: list[int] = dataclasses.field(default_factory=list)
   seconds: float = math.inf
   tenth: ArrayTree = None
   read: ArrayTree = None
@@ -172,7 +176,8 @@ class Training:
       results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
       self.trained, rows = results
       # Rows behind `count` belong to no step.
-      self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
+      sent, self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
+      self.exchanges += (done + 1 + np.flatnonzero(sent)).tolist()
       # the fastest of all calls, since the first one compiles
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
@@ -192,9 +197,16 @@ class Training:
     loss = setting.loss_of(self.evaluated)
     return loss if math.isfinite(loss) else math.inf
 
+  def frequency(self) -> float:
+    """Exchanges per step, of whole periods from one exchange to the next; 0 without an exchange."""
+    # Of a single exchange the steps before it are the period.
+    steps = self.exchanges if len(self.exchanges) > 1 else [0, *self.exchanges]
+    return (len(steps) - 1) / max(1, steps[-1] - steps[0])
+
   def words(self) -> float:
-    """4-byte words a step, of the worker that sent most, mean over all steps since the first."""
-    return float(metrics(self.trained[1]).total_words) / self.steps[-1]
+    """4-byte words a step, of the worker that sent most, in as many exchanges per step as `frequency`."""
+    words = float(metrics(self.trained[1]).total_words)
+    return self.frequency() * words / max(1, len(self.exchanges))
 
   def state_bytes(self) -> float:
     """Bytes of optimizer state of a worker for each parameter."""

@@ -180,25 +180,20 @@ class RaceConfig(NamedTuple):
       for training in trainings
     ]
     rate = multiple * self.rate
-    words = longest.words()  # 4-byte words per step
     params, state, _ = longest.trained
     setting = self.setting
     workers = setting.engine.workers
     # messages and words of one exchange
     cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
     # A chain of several transforms, or groups of leaves, has several collectives.
-    collectives = [
-      collective
+    labels = [
+      collective.label
       for reduce_state in reduce_states(state)
       for collective in reduce_state.collectives
     ]
-    labels = [collective.label for collective in collectives]
-    # Exchanges per step, from their words: 1/H with local steps, 0 if no exchange was
-    # made. Where messages vary in size, their words are below those of `cost`: without
-    # local steps each step exchanges.
-    share = words / max(cost.words, 1)
-    if any(one.traits.sizes_vary for one in collectives) and not local_states(state):
-      share = 1.0
+    # 1/H. An exchange of local steps is of one of their fragments, and `cost` of all.
+    fragments = max((len(local.outer) for local in local_states(state)), default=1)
+    share = longest.frequency() / fragments
     # Simulated workers share a device: a step of all P takes P times as long as one's.
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
@@ -208,12 +203,12 @@ class RaceConfig(NamedTuple):
       tried,
       longest.steps,
       losses,
-      words,
+      longest.words(),
       share * (cost.messages + cost.agreements),
       longest.state_bytes(),
       min(training.seconds for training in trainings) / simulated,
       labels[0] if len(labels) == 1 else "",
-      max(1, round(1 / share)) if share else 1,  # H
+      round(1 / share) if share else 0,  # H
     )
 
   def _agreements(self, training: Training) -> list[Agreement]:

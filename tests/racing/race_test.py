@@ -79,9 +79,42 @@ def test_a_training_is_that_of_the_step(name):
   for found in dense, row:
     expected, state = by_steps(chosen[found.method], 0.05, found.steps)
     np.testing.assert_allclose(found.losses[0], expected, rtol=1e-5)
-    words = float(js.metrics(state).total_words) / found.steps[-1]
+    exchanges = found.steps[-1] // found.every
+    words = float(js.metrics(state).total_words) / exchanges / found.every
     assert found.words == pytest.approx(words)
   assert row.every == (4 if name == "signs, every 4" else 1)
+
+
+@pytest.mark.parametrize(
+  ("label", "options", "steps"),
+  [
+    ("gaussiank:density=0.25", {"every": 4}, 10),
+    ("dense", {"every": 4}, 6),
+    ("dense", {"every": 4}, 11),
+    ("dense", {"every": 4, "delay": 2}, 10),
+    ("dense", {"every": 6, "fragments": 2}, 10),
+    ("dense", {"every": 50}, 10),
+  ],
+)
+def test_steps_between_exchanges_are_counted(label, options, steps):
+  """Also where words vary, and where H does not divide the steps or is above them."""
+  outer = lambda axis: optax.chain(js.make_transform(label, axis), optax.sgd(1.0))
+  local = lambda axis, rate: js.local_steps(optax.sgd(rate), outer(axis), **options)
+  pair = [jnp.zeros(N // 2), jnp.zeros(N // 2)]
+  joined = lambda function: (
+    lambda params, *more: function(jnp.concatenate(params), *more)
+  )
+  given = {"params": pair, "loss_fn": joined(loss_fn), "evaluate": joined(evaluate)}
+  race = race_of(methods("dense") | {"local": local}, steps=steps, **given)
+  _, row = race.rows
+  every = options["every"] if options["every"] < steps else 0
+  cost = js.costs.count_update(local("workers", 0.1), pair, workers=P)
+  assert row.every == every
+  assert len(race.evidence) == bool(every and row.collective)
+  share = 1 / every if every else 0
+  assert row.messages == pytest.approx(share * (cost.messages + cost.agreements))
+  if label == "dense":
+    assert row.words == pytest.approx(share * cost.words)
 
 
 def test_messages_that_vary_in_size_are_exchanged_in_every_step():
@@ -110,7 +143,8 @@ def test_a_last_block_of_fewer_steps_needs_no_other_program(monkeypatch):
     assert row.steps[:8] == [3, 6, 9, 12, 15, 18, 21, 23]
     expected, state = by_steps(chosen[row.method], 0.05, row.steps)
     np.testing.assert_allclose(row.losses[0], expected, rtol=1e-5)
-    words = float(js.metrics(state).total_words) / row.steps[-1]
+    exchanges = row.steps[-1] // row.every
+    words = float(js.metrics(state).total_words) / exchanges / row.every
     assert row.words == pytest.approx(words)
   assert [program.run._cache_size() for program in programs] == [1, 1]
 
