@@ -169,6 +169,12 @@ class Prediction(NamedTuple):
     return self.to_loss + deviation * (self.compute + self.seconds)
 
   @property
+  def is_baseline(self) -> bool:
+    """Whether this is dense in float32 without evidence, with which methods are compared."""
+    is_dense = self.name == "dense" and self.config.get("dtype") in (None, "float32")
+    return is_dense and not self.evidence
+
+  @property
   def title(self) -> str:
     """The method of the evidence, or the label."""
     return self.evidence.method if self.evidence else self.label
@@ -261,9 +267,9 @@ def advise(
   local steps, are always faster. `print` says so, and how far predictions in our lab
   were off.
 
-  With evidence, from trainings, only dense and the methods of the evidence are
-  compared. They are sorted by the seconds to the loss that dense has after one step:
-  steps · (compute + seconds per step), where `steps` are the method's steps over
+  With evidence, from trainings, only dense in float32 and the methods of the evidence
+  are compared. They are sorted by the seconds to the loss that dense has after one
+  step: steps · (compute + seconds per step), where `steps` are the method's steps over
   dense's. A method is before dense only if it is faster with one standard deviation of
   steps more. Of several trainings of one method the one that took most steps counts.
   Rows with a `gap` say whether a method holds: its loss is within 2 % of dense's on at
@@ -440,9 +446,8 @@ def _with_evidence(
       f"advise: the profile has {', '.join(update.label for update in updates)}, the evidence is of {wanted}: "
       "give these to js.costs.fit(algorithms=...)"
     )
-  return [update for update in updates if update.name == "dense"] + list(
-    by_method.values()
-  )
+  baseline = [update for update in updates if update.is_baseline]
+  return baseline + list(by_method.values())
 
 
 def _judge(rows: list[Evidence]) -> Evidence:
@@ -539,12 +544,10 @@ def _describe_scaling(params: Any, profile: Profile) -> str:
 def _explain(predictions: list[Prediction]) -> str:
   """One sentence that compares the first, best prediction with dense; if dense is first, with the best other one."""
   best, *others = predictions
-  # Dense with evidence, as in local steps, counts as a method, not as the baseline.
-  is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
-  # None if all predictions are dense, or none is.
+  # None if all predictions are the baseline, or none is. Dense with evidence, as in
+  # local steps, is a method.
   rival = next(
-    (prediction for prediction in others if is_dense(prediction) != is_dense(best)),
-    None,
+    (other for other in others if other.is_baseline != best.is_baseline), None
   )
   # Only one of `best` and `rival` can have evidence; None if neither has.
   trained = best.evidence or (rival and rival.evidence)
@@ -563,7 +566,7 @@ def _explain(predictions: list[Prediction]) -> str:
     )
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
-  if is_dense(best):
+  if best.is_baseline:
     return f"{first}. The fastest that is not dense, {rival.title}, would take {rival.seconds:.4f} s"
   # Seconds per step: only every H-th step has an update.
   saved = rival.wire / rival.every - best.wire / best.every

@@ -283,18 +283,20 @@ def test_evidence_orders_methods_by_seconds_to_the_loss():
     == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as fast as dense: {rarely}"
   )
   assert "to loss" in str(found).splitlines()[0]
-  # Two dense ones: the sentence is about the faster one and the first method of the
-  # evidence.
-  both = dataclasses.replace(
-    PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)}
-  )
+  # Dense in 16 bits is no baseline: it needs evidence, as each method.
+  algorithms = {label: Algorithm(1e-9) for label in ("dense", "dense:dtype=bfloat16")}
+  both = dataclasses.replace(PROFILE, algorithms=PROFILE.algorithms | algorithms)
   much = js.costs.advise(10_000_000, both, evidence=[often, rarely], compute=100.0)
-  assert [one.name for one in much.predictions] == [
+  assert [one.title for one in much.predictions] == [
     "dense",
-    "dense",
-    "spardl",
-    "spardl",
+    often.method,
+    rarely.method,
   ]
+  narrow = rarely._replace(method="16 bits", collective="dense:dtype=bfloat16", every=1)
+  dense, late = js.costs.advise(1000, both, evidence=[narrow]).predictions
+  assert (dense.label, late.title, late.evidence) == ("dense", "16 bits", narrow)
+  two = dataclasses.replace(PROFILE, algorithms=algorithms)
+  assert "times as fast as dense:" in js.costs.advise(10**7, two).why
   assert much.why.startswith(f"{much.best.label} reaches dense's loss 1.")
   assert much.why.endswith(f"times as fast as {often.method}: {often}")
 
