@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -95,7 +96,7 @@ def race(
 
   Raises:
     ValueError: for arguments outside their choices, batches that cannot begin again,
-      or a file of another race.
+      or a file of another race or in a folder that is missing.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -125,7 +126,7 @@ def race(
   )
   # Sorted, so that the same rates in another order still match the file.
   config = RaceConfig(
-    setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
+    setting, params, batches, steps, rate, tuple(sorted(map(float, rates))), seeds
   )
   config.check()
   chosen = recipes("adam", workers=engine.workers) if methods is None else methods
@@ -175,6 +176,11 @@ class _Kept:
   def __init__(self, file: str | pathlib.Path | None, key: dict[str, Any]):
     # None, or "", for no file
     self._path = file and pathlib.Path(file)
+    # A write that fails after the first training would lose it.
+    if self._path and not os.access(self._path.parent, os.W_OK):
+      raise ValueError(
+        f"race: file={str(file)!r}: the folder is missing or not writable, make it, or choose another file"
+      )
     self._key = key
     self.rows: dict[str, Row] = {}
     self.agreements: list[Agreement] = []
@@ -231,6 +237,7 @@ class _Kept:
     rows = [row._asdict() for row in self.rows.values()]
     content = {"key": self._key, "rows": rows, "agreements": self.agreements}
     new_file = self._path.with_name(f"{self._path.name}.new")
-    new_file.write_text(json.dumps(content))
+    # Numbers of numpy and JAX as those of Python.
+    new_file.write_text(json.dumps(content, default=operator.methodcaller("item")))
     # A rename is atomic: the file is never half written.
     os.replace(new_file, self._path)

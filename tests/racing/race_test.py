@@ -240,6 +240,16 @@ def test_an_interrupted_race_goes_on_from_its_file(tmp_path):
     race_of(chosen, file=file)
 
 
+def test_a_file_is_checked_before_anything_is_trained_and_takes_all_numbers(tmp_path):
+  missing = {"file": tmp_path / "missing" / "race.json", "progress": pytest.fail}
+  with pytest.raises(ValueError, match=r"missing/race.json': the folder is missing"):
+    race_of(methods("dense"), **missing)
+  given = {"steps": np.int64(4), "rate": np.float32(0.05), "seeds": np.int32(1)}
+  given |= {"rates": jnp.array([1.0]), "file": tmp_path / "race.json"}
+  race = race_of(methods("dense"), **given)
+  assert race_of(methods("dense"), **given, progress=pytest.fail).rows == race.rows
+
+
 def test_without_time_dense_alone_is_tried():
   profile = js.costs.Profile(workers=P, alpha=1e-3, beta=2e-8)
   chosen = methods("dense", "signs", optimizer="sgd")
