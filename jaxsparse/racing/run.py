@@ -126,7 +126,7 @@ def race(
   )
   # Sorted, so that the same rates in another order still match the file.
   config = RaceConfig(
-    setting, params, batches, steps, rate, tuple(sorted(map(float, rates))), seeds
+    setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
   )
   config.check()
   chosen = recipes("adam", workers=engine.workers) if methods is None else methods

@@ -116,15 +116,19 @@ def average_momentum(
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
     before = _momentum_of(after, grads)
     momentum, means = varying.cond(due, exchange, keep, before, state.means)
-    # By identity: each pytree in `before` is a part of `after`.
-    new = {id(tree): momentum[path] for path, tree in before.items()}
-    is_momentum = lambda part: id(part) in new
-    after = jax.tree.map(
-      lambda part: new.get(id(part), part), after, is_leaf=is_momentum
-    )
+    after = _with_momentum(after, before, momentum)
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_momentum(state: OptState, before: _Momentum, after: _Momentum) -> OptState:
+  """The state with each momentum of `before`, all of them parts of the state, replaced by that of `after`."""
+  # By identity, since paths of optax and of JAX name fields in different ways.
+  new = {id(tree): after[path] for path, tree in before.items()}
+  is_momentum = lambda part: id(part) in new
+  replace = lambda part: new.get(id(part), part)
+  return jax.tree.map(replace, state, is_leaf=is_momentum)
 
 
 def _momentum_of(state: OptState, params: ArrayTree) -> _Momentum:
@@ -138,8 +142,9 @@ def _momentum_of(state: OptState, params: ArrayTree) -> _Momentum:
     for pair in optax.tree.get_all_with_path(tree, name, is_field)
   ]
   # Nor fields of named tuples of the parameters, of which a state has copies.
-  of_params = {path[-1].tuple_name for path, _ in fields(params)}
-  trees = [pair for pair in fields(state) if pair[0][-1].tuple_name not in of_params]
+  tuple_name = lambda pair: pair[0][-1].tuple_name
+  of_params = set(map(tuple_name, fields(params)))
+  trees = [pair for pair in fields(state) if tuple_name(pair) not in of_params]
   # Momentum without entries, as of masked leaves, needs no exchange. Placeholders, with
   # which optax.tree_map_params inits instead of arrays, count as momentum.
   has_entries = lambda tree: (

@@ -327,7 +327,10 @@ class _OnDemand:
     left = functools.partial(self.exchange.undelivered, state)
     moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
     after = after._replace(
-      inner=state.inner, outer=tuple(outer), moved=moved, since=jnp.int32(-1)
+      inner=state.inner,
+      outer=tuple(outer),
+      moved=moved,
+      since=jnp.int32(-1),
     )
     # If the exchange of one fragment is skipped, all of them are undone.
     return zeros_if(skipped, total), select_state(skipped, state, after)

@@ -206,10 +206,8 @@ def _read(
   if not local:
     return combined
   # Of several local steps the largest number counts, and 0 where `since` is -1.
-  since, steps = (
-    jnp.max(jnp.array([getattr(state, name) for state in local]), initial=0)
-    for name in ("since", "steps")
-  )
+  numbers = lambda name: jnp.array([getattr(state, name) for state in local])
+  since, steps = (numbers(name).max(initial=0) for name in ("since", "steps"))
   # The number of all steps: `steps` leaves out skipped ones, which have sent words all
   # the same.
   count = jnp.maximum(steps + combined.skipped_steps, 1).astype(jnp.float32)

@@ -137,7 +137,8 @@ class Publisher(Folder):
     version, run = map(max, zip((0, 0), *there, strict=True))
     # The lower half is random, so that two publishers that begin at once, or in a
     # folder made anew, have different runs.
-    proposed = np.array([version, (run >> 31) + 1, secrets.randbits(31)], np.int32)
+    random = secrets.randbits(31)
+    proposed = np.array([version, (run >> 31) + 1, random], np.int32)
     # Process 0 decides, so that all parts are of one run.
     agreed = multihost_utils.broadcast_one_to_all(proposed)
     self.version, count, random = map(int, agreed)
