@@ -261,11 +261,11 @@ class TrainStep:
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
-      # Arrays that this step returned last share no buffers; arrays of the user may,
-      # also with those.
+      # Arrays that this step returned last share no buffers; named ones of the user
+      # may, also with those.
       is_known = _identity(state) is self._known and _ids(params) == self._known_params
-      by_buffer = not is_known or "shared" in named
-      arguments = without_aliases(arguments, by_buffer)
+      is_named = bool(named.keys() - {"rng"})
+      arguments = without_aliases(arguments, not is_known or is_named)
     # On several CPU devices, where programs run one at a time, the next program waits
     # for the loss of this one, and this call returns at once.
     params, state, metrics = dispatch(

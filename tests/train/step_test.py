@@ -947,22 +947,28 @@ def test_an_empty_batch_is_refused():
     step(params, js.init(tx, params, comm), jnp.zeros((0, 3)))
 
 
-def test_arguments_that_share_buffers_with_returned_parameters_are_copied():
+@pytest.mark.parametrize("name", ["shared", "model_state"])
+def test_arguments_that_share_buffers_with_returned_parameters_are_copied(name):
   mesh = mesh_of(2)
   tx = optax.chain(js.dense_transform("workers"), optax.sgd(0.1))
-  loss = lambda params, batch, shared: (
-    sum(_mean_square(leaf, batch) for leaf in params.values()) + 0.0 * shared.sum()
-  )
-  step = js.make_train_step(loss, tx, mesh)
+
+  def loss_fn(params, batch, **named):
+    loss = sum(_mean_square(leaf, batch) for leaf in params.values())
+    loss = loss + 0.0 * named[name].sum()
+    return (loss, named[name]) if name == "model_state" else loss
+
+  step = js.make_train_step(loss_fn, tx, mesh)
   params = {"a": jnp.zeros(3), "b": jnp.ones(3)}
   state = js.init(tx, params, mesh)
   batch = jnp.ones((2, 3))
-  params, state, _ = step(params, state, batch, shared=jnp.zeros(3))
+  params, state, _ = step(params, state, batch, **{name: jnp.zeros(3)})
   first = jax.devices()[0]
   for _ in range(2):
-    shared = jax.device_put(params["a"], first)
-    params["b"] = jax.device_put(params["a"], first)
+    argument = jax.device_put(params["a"], first)
     expected = np.asarray(params["a"])
-    params, state, _ = step(params, state, batch, shared=shared)
-    np.testing.assert_array_equal(shared, expected)
+    params, state, _ = step(params, state, batch, **{name: argument})
+    np.testing.assert_array_equal(argument, expected)
+    # A parameter that shares its buffer with another one.
+    params["b"] = jax.device_put(params["a"], first)
+    params, state, _ = step(params, state, batch, **{name: argument})
     np.testing.assert_array_equal(params["a"], params["b"])
