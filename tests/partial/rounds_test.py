@@ -829,6 +829,8 @@ def test_nan_is_not_kept_by_a_worker_that_leaves_in_the_middle_of_an_exchange():
     worker.leave()  # nothing happens any more
   assert not worker.state["moved"].any()
   assert not worker.state["trained"].any()
+  with pytest.raises(RuntimeError, match="worker 0 has left: go on with another"):
+    worker.step(worker.params)
 
 
 def test_round_changes_when_it_is_applied_and_the_state_can_be_saved_then():
@@ -1014,6 +1016,7 @@ WRONG = [
   ),
   ({"number": -1}, ValueError, "number=-1, choose a whole number from 0 to 65535"),
   ({"wait": -1}, ValueError, "wait=-1, choose seconds from 0"),
+  ({"wait": "auto"}, ValueError, "wait='auto', choose seconds from 0"),
   ({"timeout": float("inf")}, ValueError, "timeout=inf, choose seconds"),
   ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
   ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
@@ -1033,6 +1036,7 @@ WRONG = [
     ValueError,
     "fragments=1, but the state was saved with 2",
   ),
+  ({"state": {}}, ValueError, "the state has no anchor, digest, fragments, latest"),
   (
     {"state": {"fragments": np.int64(1)}},
     ValueError,

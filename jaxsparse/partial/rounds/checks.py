@@ -4,6 +4,7 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.peers import PEERS
 from jaxsparse.transform import state as states
-from jaxsparse.types import State
+from jaxsparse.types import State, is_number
 
 SavedState = dict[str, Any]  # arrays and numbers by name, as `Rounds.state` has them
 _UNLIKE = (
@@ -75,7 +76,8 @@ def check_options(
       f"Rounds: link=True with apply_residual={apply_residual!r}, mixing={mixing!r}: a link has neither"
     )
   for name, value in seconds.items():
-    if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
+    is_seconds = is_number(value, Real) and 0 <= value <= threading.TIMEOUT_MAX
+    if value is not None and not is_seconds:
       raise ValueError(
         f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}"
       )

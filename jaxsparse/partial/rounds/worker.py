@@ -23,6 +23,7 @@ a worker w has:
     _of_fragment   a pytree like the parameters: the number of the fragment of each leaf
     _dtypes        a pytree: the dtype of each parameter
     _applies       `apply_residual`
+    _has_left      whether `leave` was called
 """
 
 import functools
@@ -100,8 +101,8 @@ class Rounds:
       others have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is,
       in float32. Its steps have no weight.
     wait: every H / F steps, wait up to so many seconds for the round to end; a late
-      round is applied after a later step. By default the `grace` of the server; with
-      "auto" 2 s less what H / F steps usually take, at least 0.
+      round is applied after a later step. By default the `grace` of the server; where
+      that is "auto" 2 s less what H / F steps usually take, at least 0.
     bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of a
       worker that the server has; more where messages to all members of a round take
@@ -184,6 +185,7 @@ class Rounds:
     self._wait = wait
     self._worker = number
     self._applies = apply_residual
+    self._has_left = False
     self._refused = 0
     self._skips = SkipWatch("js.partial.Rounds", "rounds")
     self._dtypes = jax.tree.map(jnp.result_type, params)
@@ -230,7 +232,7 @@ class Rounds:
     # a pytree like the parameters: the number of the fragment of each leaf
     self._of_fragment = step.fragments.numbers(anchor.params)
     self._exchanger = Exchanger(step, anchor, self._worker, link)
-    if state:
+    if state is not None:
       names = checks.hash_names(params)
       checks.check_state(state, self._worker, fragments, self._place.where, names)
       self._exchanger.restore(state)
@@ -376,7 +378,12 @@ class Rounds:
     Raises:
       FloatingPointError: at the tenth time in succession that the parameters are not
         finite.
+      RuntimeError: after `leave`.
     """
+    if self._has_left:
+      raise RuntimeError(
+        f"Rounds: worker {self._worker} has left: go on with another Rounds(…, state=worker.state)"
+      )
     weight = checks.read_weight(weight)
     self._since += 1  # 0 again when training goes on from an anchor
     # Each row, of a fragment, gets the weight and one step: all fragments are trained.
@@ -414,6 +421,7 @@ class Rounds:
     """
     if params is not None and self._membership.state != "ended":
       params = self._deliver(params)
+    self._has_left = True
     self._endpoint.post(RoundRequest(WorkerMessage.BYE))
     self._endpoint.join()
     self._exchanger.close()
