@@ -492,6 +492,20 @@ def test_a_loop_may_set_a_mesh_and_donate_what_it_has_given():
     )
 
 
+def test_uncommitted_parameters_go_with_a_batch_on_several_devices():
+  """As in a plain loop: JAX moves them to the devices of the batch."""
+  mesh = jax.make_mesh((2,), ("data",))
+  batch = jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(mesh, jax.P("data", None)))
+  train = jax.jit(lambda params, batch: plus(params, batch.mean()))
+  with serve(1) as server, join(server, 0, every=1) as worker:
+    own = worker.params
+    assert not any(leaf.committed for leaf in jax.tree.leaves(own))
+    for _ in range(3):
+      own = worker.step(train(own, batch))
+    assert worker.round == 3
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 3.0), own, START)
+
+
 def test_what_was_given_in_a_round_that_another_server_undid_is_given_once_more():
   """The next round delivers it, once."""
 

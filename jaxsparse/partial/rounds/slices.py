@@ -43,14 +43,21 @@ class Whole:
   Attributes:
     part: the number of this process among those of the worker: 0.
     parts: the number of processes of the worker: 1.
-    _shardings: of each leaf.
+    _puts: for each leaf, puts a host array where that leaf is.
   """
 
   part = 0
   parts = 1
 
   def __init__(self, params: optax.Params):
-    self._shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    # None: an uncommitted leaf stays one, so that JAX may move it to the devices of
+    # the arrays that a program has besides.
+    self._puts = jax.tree.map(
+      lambda leaf: functools.partial(
+        jax.device_put, device=leaf.sharding if leaf.committed else None
+      ),
+      params,
+    )
 
   @property
   def where(self) -> tuple[int, int]:
@@ -63,7 +70,7 @@ class Whole:
 
   def to_device(self, tree: optax.Params) -> optax.Params:
     """From the leaves that this part exchanges, on the CPU, arrays with the shardings of the parameters."""
-    return jax.device_put(tree, self._shardings)
+    return jax.tree.map(lambda leaf, put: put(np.asarray(leaf)), tree, self._puts)
 
 
 class Slices(Whole):
