@@ -11,6 +11,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import zmq
 
@@ -26,6 +27,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds import status
 from jaxsparse.partial.rounds.quorum import Quorum
 from tests.launch_test import soon
 
@@ -360,6 +362,27 @@ def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
   (tmp_path / "1").write_bytes(b"\n".join([b"x" * 40] * 3))
   with pytest.raises(ValueError, match="holds no keys"):
     js.partial.Keys.read(tmp_path / "1")
+
+
+def test_keys_of_another_worker_or_of_the_server_are_refused_by_name():
+  """The server would drop all messages, and the worker wait for its timeout."""
+  own, _, at_server = js.partial.Keys.make_own(2)
+  average = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0))
+  start = "tcp://127.0.0.1:9", 1, jnp.zeros(3)
+  for keys, message in (
+    (own, "number=1, but keys are those of worker 0"),
+    (at_server, "keys are the server's own, choose those of a worker"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      js.partial.Worker(*start, keys=keys, timeout=0.5)
+    with pytest.raises(ValueError, match=message):
+      js.partial.Rounds(*start, average, every=1, keys=keys, timeout=0.5)
+  for read in (
+    lambda: js.partial.Follower(start[0], start[2], average, keys=at_server),
+    lambda: status.ask(start[0], at_server),
+  ):
+    with pytest.raises(ValueError, match=message):
+      read()
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ class Worker(BaseWorker):
     refused: how many models of this worker in succession were not finite; see `reduce`.
 
   Raises:
-    ValueError: for an address that requires keys without them, a number that the server
-      does not know or that a living worker has, a model whose leaves, or at the start
-      values, differ from the other workers', a model that is not finite, or a negative
-      `reconnect`.
+    ValueError: for an address that requires keys without them, keys of another worker,
+      a number that the server does not know or that a living worker has, a model whose
+      leaves, or at the start values, differ from the other workers', a model that is
+      not finite, or a negative `reconnect`.
     ModuleNotFoundError: without pyzmq.
     ControllerLost: if WELCOME does not arrive in time.
 
@@ -86,6 +86,7 @@ class Worker(BaseWorker):
     reconnect: float = RECONNECT,
   ):
     check_whole("Worker", 0, messages.MOST_MEMBERS - 1, number=number)
+    sockets.check_keys(keys, number)
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)

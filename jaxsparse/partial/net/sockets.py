@@ -129,6 +129,26 @@ class Keys(NamedTuple):
       file.write(b"\n".join([self.public, self.secret, *self.own, *self.workers, b""]))
 
 
+def number_of(keys: Keys | None) -> int:
+  """The number of the worker whose keys these are; 0 where all workers have the same.
+
+  Raises:
+    ValueError: for the server's own keys.
+  """
+  if not keys or not keys.own:
+    return 0
+  if keys.own[0] not in keys.workers:
+    raise ValueError("keys are the server's own, choose those of a worker")
+  return keys.workers.index(keys.own[0])
+
+
+def check_keys(keys: Keys | None, number: int) -> None:
+  """Raises ValueError for keys of another worker than `number`, whose messages the server would drop."""
+  owner = number_of(keys)
+  if keys and keys.own and owner != number:
+    raise ValueError(f"number={number!r}, but keys are those of worker {owner}")
+
+
 def check_address(
   address: str, keys: Keys | None, *, reachable: bool = False, any_port: bool = True
 ) -> None:

@@ -56,8 +56,8 @@ class Follower:
     refused: why the last call of `latest` has no newer version, if one is there.
 
   Raises:
-    ValueError: for an address that requires keys without them, or a rate that is not
-      above 0.
+    ValueError: for an address that requires keys without them, the server's own keys,
+      or a rate that is not above 0.
 
   Example:
     >>> import jax.numpy as jnp, optax, jaxsparse as js
@@ -88,7 +88,7 @@ class Follower:
     if not rate > 0:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
     step = OuterStep(outer, fragments, device)
-    self._worker = status.number_of(keys)
+    self._worker = sockets.number_of(keys)
     # number of no member: a reader has no residual
     self._replica = OwnAnchor(step, step.start(params), worker=-1)
     self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)

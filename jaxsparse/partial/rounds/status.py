@@ -17,15 +17,16 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
 
   Raises:
     TimeoutError: if there is no answer within 5 s.
-    ValueError: for a malformed address, one that requires keys, and a server of partial
-      reduce.
+    ValueError: for a malformed address, one that requires keys, the server's own keys, and
+      a server of partial reduce.
   """
   sockets.check_address(address, keys, reachable=True, any_port=False)
+  worker = sockets.number_of(keys)
   network = sockets.Network(keys)
   try:
     socket = network.client()
     socket.connect(address)
-    socket.send(Signal(WorkerMessage.STATUS, number_of(keys)).pack())
+    socket.send(Signal(WorkerMessage.STATUS, worker).pack())
     if not socket.poll(round(1000 * _TIMEOUT)):
       raise TimeoutError(
         f"no server of rounds at {address} answers within {_TIMEOUT:g} s: has it these keys?"
@@ -38,11 +39,6 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
       f"{address} is not the server of rounds: {answer.content['reason']}"
     )
   return answer.content
-
-
-def number_of(keys: Keys | None) -> int:
-  """The number of the worker whose keys these are; 0 where all workers have the same."""
-  return keys.workers.index(keys.own[0]) if keys and keys.own else 0
 
 
 def describe(status: dict[str, Any]) -> str:

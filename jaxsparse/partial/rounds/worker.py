@@ -122,10 +122,11 @@ class Rounds:
 
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys
-      without them, a number that a living worker has, parameters or a state that are
-      not finite; a state that was saved by another number or run, in rounds that the
-      others have not had, or that has changed since; leaves, values at the start,
-      `fragments` or an outer chain unlike those of other workers.
+      without them, keys of another worker, a number that a living worker has,
+      parameters or a state that are not finite; a state that was saved by another
+      number or run, in rounds that the others have not had, or that has changed since;
+      leaves, values at the start, `fragments` or an outer chain unlike those of other
+      workers.
     ControllerLost: if no server answers at the start.
     RuntimeError: if another process of this worker is lost.
 
@@ -191,6 +192,7 @@ class Rounds:
     self._dtypes = jax.tree.map(jnp.result_type, params)
     with processes.errors_told(self._place):
       servers = sockets.servers(address, keys)
+      sockets.check_keys(keys, number)
       step = OuterStep(outer, fragments, device)
       # `alike` is what the server compares between workers when this one joins.
       alike = self._make_anchor(params, step, link, state)
