@@ -59,8 +59,8 @@ _VARIANTS = (
   "spardl:selector=chunked:wire=int4",
 )
 _MACHINES = ("h100",)  # whose measurements are beside this module
-_FILL_ENTRIES = 2**16  # entries of the gradients that `fill` is measured with
-_SMALL_SIDE = 64  # rows and columns of the gradients that `overhead` is measured with
+_FILL_SIDE = 256  # rows and columns of the gradients that `fill` is measured with
+_SMALL_SIDE = 64  # those that `overhead` is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +284,8 @@ def fit(
   # All labels are read first: a wrong one should not cost minutes.
   collectives = {label: make_sized(label, n, engine.workers)[0] for label in labels}
   n = count_entries(n)
+  for collective in collectives.values():
+    collective.cost(n, engine.workers)  # ValueError for a k above n
   meter = _Meter(engine, axis, n, repetitions)
   links = meter.measure_links()  # (α, β, γ)
   reduce = meter.measure_all_reduce()  # (α, β)
@@ -504,10 +506,10 @@ class _Meter:
       # An update of few entries mostly takes the time to start its operations: the
       # arithmetic of so few is neglected. These gradients, too, are those of seed 0.
       few = timing.gradients(self.engine, _SMALL_SIDE**2)(0)
-      overhead = self._measure_alone(self._resized(label), few, budget)
+      overhead = self._measure_alone(self._resized(label, _SMALL_SIDE), few, budget)
     # Clocks are inexact: this keeps arithmetic from falling below 0.
     overhead = min(overhead, seconds)
-    fill = self._measure_fill(make_collective(label))
+    fill = self._measure_fill(self._resized(label, _FILL_SIDE))
     arithmetic = (seconds - overhead) / self.n
     return Algorithm(arithmetic, fill, reduces, slowdown, overhead)
 
@@ -522,14 +524,13 @@ class _Meter:
     # Other load on the cores only adds to a time: the fastest call is the least wrong.
     return min(times)
 
-  def _resized(self, label: str) -> Collective:
-    """The collective of a label for the few entries that `overhead` is measured with, a square matrix."""
+  def _resized(self, label: str, side: int) -> Collective:
+    """The collective of a label for a square matrix of `side` rows, with k / n as for n entries."""
     name, options = collective_of(label)
-    # k must not be more than the number of entries.
     if "k" in options:
-      options = options | {"k": min(options["k"], _SMALL_SIDE**2)}
+      options = options | {"k": math.ceil(options["k"] * side**2 / self.n)}
     # Shapes, not a number of entries, since PowerSGD and rows need them.
-    matrix = jax.ShapeDtypeStruct((_SMALL_SIDE, _SMALL_SIDE), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((side, side), jnp.float32)
     return make_sized(name, matrix, self.engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
@@ -538,14 +539,15 @@ class _Meter:
     # counts as exact, though it is an upper bound where sizes vary.
     if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
-    update = timing.Update(self.engine, collective, self.engine.comm, _FILL_ENTRIES)
-    make = timing.gradients(self.engine, _FILL_ENTRIES)
+    entries = _FILL_SIDE**2
+    update = timing.Update(self.engine, collective, self.engine.comm, entries)
+    make = timing.gradients(self.engine, entries)
     # The words of step 2 count: step 1 computes thresholds and regions, and may send
     # other words. Each step donates its gradients, so those of seed 0 are made anew.
     for _ in range(2):
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)
-    return words / max(1, collective.cost(_FILL_ENTRIES, self.engine.workers).words)
+    return words / max(1, collective.cost(entries, self.engine.workers).words)
 
   def _measure_line(
     self, send: Callable[[Comm, jax.Array], jax.Array], short: int

@@ -624,6 +624,23 @@ def test_a_moment_of_other_load_is_no_latency(monkeypatch):
   assert meter._measure_seconds(lambda comm, x: comm.shift(x, 1), 4) == 0.0004
 
 
+def test_a_large_k_is_measured_in_fewer_entries_as_the_same_density(monkeypatch):
+  monkeypatch.setattr(calibration._Meter, "_measure_alone", lambda *_: 0.5)
+  engine = engine_of(js.SimComm("workers", members=2), "workers")
+  n, k = 2**18, 100_000
+  meter = calibration._Meter(engine, "workers", n=n, repetitions=1)
+  label = f"gaussiank:k={k}"
+  assert meter._resized(label, 64).k == math.ceil(k / 64)
+  found = meter.measure_algorithm(label, js.make_collective(label), None, 1.0, 1.0)
+  assert 0 < found.fill <= 1
+
+
+def test_a_k_above_n_is_refused_before_anything_is_measured(monkeypatch):
+  monkeypatch.setattr(calibration._Meter, "measure_links", pytest.fail)
+  with pytest.raises(ValueError, match="topka: k=2000, choose at most .* 1000"):
+    js.costs.fit(mesh_of(2), n=1000, algorithms=["dense", "topka:k=2000"])
+
+
 def test_the_costs_of_an_all_reduce_are_for_each_message_and_byte(monkeypatch):
   """Of 6 workers 2·3 messages, and of 600 numbers of 2 bytes 1000 numbers to and fro."""
   monkeypatch.setattr(
