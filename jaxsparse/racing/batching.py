@@ -13,8 +13,8 @@ from jaxsparse.types import ArrayTree
 Batches: TypeAlias = Callable[[int], ArrayTree] | Iterable[ArrayTree]
 
 
-def check_batches(batches: Batches) -> None:
-  """Raises ValueError for an iterator, which cannot begin again, and for an iterable without a batch."""
+def check_batches(batches: Batches, seeds: int) -> None:
+  """Raises ValueError for an iterator, which cannot begin again, and for fewer batches than seeds, or none."""
   if callable(batches):
     return
   # An iterator is its own `iter`, and empty after one pass.
@@ -24,21 +24,42 @@ def check_batches(batches: Batches) -> None:
     )
   if next(iter(batches), None) is None:
     raise ValueError(f"race: batches={batches!r} has no batch")
+  # Seeds would train on equal batches, and tell nothing of noise.
+  if isinstance(batches, Sized) and len(batches) < seeds:
+    raise ValueError(
+      f"race: batches has {len(batches)} for seeds={seeds}: give one at least for each seed, or a function of the step"
+    )
 
 
 def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
   """The endless batches of a seed, 0 … seeds − 1, whose training takes at most `most` steps.
 
   A function is called with `seed · most`, `seed · most + 1`, and so on. An iterable
-  begins anew whenever it ends. If it has a length, seeds start evenly spaced over it,
-  else `most` batches apart.
+  begins anew whenever it ends, and its batches with fewer rows than the first one are
+  left out. If it has a length, seeds start evenly spaced over it, else `most` batches
+  apart.
   """
   if callable(batches):
     return map(batches, itertools.count(seed * most))
   # batches from the first one of a seed to the first one of the next seed
   size = len(batches) // seeds if isinstance(batches, Sized) else most
-  endless = itertools.chain.from_iterable(itertools.repeat(batches))
-  return itertools.islice(endless, seed * size, None)
+  return itertools.islice(_repeat(batches), seed * size, None)
+
+
+def _repeat(batches: Iterable) -> Iterator:
+  """The batches again and again, without those that have fewer rows than the first one."""
+  most = 0
+  while True:
+    rows = 0
+    for batch in batches:
+      rows = len(jax.tree.leaves(batch)[0])
+      most = most or rows
+      if rows >= most:
+        yield batch
+    if not rows:
+      raise ValueError(
+        f"race: batches={batches!r} has no batch when it begins again: give a list, a loader, or a function of the step"
+      )
 
 
 def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:

@@ -98,7 +98,11 @@ class Race:
   def above(self, row: Row) -> np.ndarray:
     """Percent of each seed's loss above that of dense from the same seed, f64[seeds]."""
     dense = self.losses(self.rows[0])
-    return 100 * (self.losses(row) - dense) / np.abs(dense)
+    more = self.losses(row) - dense
+    # Equal losses are 0 % apart, those of 0 too, which the division would make NaN.
+    return np.divide(
+      100 * more, np.abs(dense), out=np.zeros_like(more), where=more != 0
+    )
 
   def is_noise(self, row: Row) -> bool:
     """Whether the difference to dense is within two standard errors over the seeds."""

@@ -66,12 +66,12 @@ def race(
     params: the parameters; or a function of the seed, 0, 1, …, that returns them.
     batches: a function of the step that returns the batch of all workers, which is
       called with steps up to about `1.5 · seeds · steps`; or an iterable of batches
-      that can begin again. Each seed has other batches, or the same ones from another
-      start.
+      that can begin again, without those of fewer rows than the first one. Each seed
+      has other batches, or the same ones from another start.
     evaluate: (params) -> float, the loss on held-out data; (params, model_state) with a
       model state.
     workers: number of workers P, or a mesh.
-    steps: of each training.
+    steps: of each training, at least 2: the first one also compiles.
     rate: your own learning rate, of dense training.
     methods: functions (axis, rate) -> chain by name, one of them "dense"; by default
       `js.recipes("adam", workers=P)`.
@@ -117,7 +117,6 @@ def race(
     >>> race.best("100mbit", within=50.0).method in methods
     True
   """
-  check_batches(batches)
   where = workers if isinstance(workers, Mesh) else SimComm(axis, members=workers)
   engine = engine_of(where, axis)
   options = {"has_aux": has_aux, "accumulate": accumulate}
@@ -129,6 +128,7 @@ def race(
     setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
   )
   config.check()
+  check_batches(batches, seeds)
   chosen = recipes("adam", workers=engine.workers) if methods is None else methods
   if DENSE not in chosen:
     raise ValueError(

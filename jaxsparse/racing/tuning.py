@@ -50,9 +50,9 @@ class RaceConfig(NamedTuple):
 
   def check(self) -> None:
     """Raises ValueError for numbers outside their choices."""
-    # A single worker exchanges nothing.
-    check_whole("race", 2, workers=self.setting.engine.workers)
-    check_whole("race", 1, steps=self.steps, seeds=self.seeds)
+    # One worker exchanges nothing, and one step is timed with its compilation.
+    check_whole("race", 2, workers=self.setting.engine.workers, steps=self.steps)
+    check_whole("race", 1, seeds=self.seeds)
     if not self.multiples or len(set(self.multiples)) < len(self.multiples):
       raise ValueError(f"race: rates={self.multiples}, give one or several, each once")
     for name, values in ("rate", (self.rate,)), ("rates", self.multiples):

@@ -308,6 +308,18 @@ def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
 
   assert first(1, Endless(), 3) == [4, 0, 1]
   assert first(1, lambda step: np.full(4, float(step)), 2) == [4, 5]
+  with_short_last = [*rows, np.zeros(2)]  # as from a loader
+  assert first(0, with_short_last, 7) == [0, 1, 2, 3, 4, 0, 1]
+
+  class OnePass:
+    def __init__(self):
+      self.left = iter(rows)
+
+    def __iter__(self):
+      return self.left
+
+  with pytest.raises(ValueError, match="OnePass.* has no batch when it begins again"):
+    first(0, OnePass(), 7)
   joined = join(np.arange(12).reshape(3, 4), 2)  # three steps of two rows a worker
   assert joined.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
 
@@ -316,13 +328,14 @@ def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
   ("changed", "error"),
   [
     ({"workers": 1}, "workers=1, choose a whole number from 2"),
-    ({"steps": 0}, "steps=0"),
+    ({"steps": 1}, "steps=1, choose a whole number from 2"),
     ({"seeds": 0}, "seeds=0"),
     ({"rate": 0.0}, "rate=.*0.0.*positive"),
     ({"rates": ()}, "rates=.*one or several"),
     ({"rates": (1.0, 1.0)}, "rates=.*each once"),
     ({"batches": iter([batches(0)])}, "cannot begin again"),
     ({"batches": []}, "has no batch"),
+    ({"batches": [batches(0)], "seeds": 2}, "has 1 for seeds=2: give one at least"),
     ({"methods": {}}, "one has to be 'dense'"),
     ({"links": ("1 gb",)}, "'1 gb', write 10gbit"),
     ({"links": ()}, "links is empty"),
@@ -384,6 +397,13 @@ def test_the_best_method_is_the_fastest_near_dense():
   diverges = pytest.raises(ValueError, match="at which dense does not diverge")
   with np.errstate(invalid="ignore"), diverges:
     dataclasses.replace(race, rows=[diverged, near]).best()
+
+
+def test_losses_of_zero_are_equal():
+  race = race_with(made("also", [0.0, 2.0]))
+  race.rows[0] = made("dense", [0.0, 2.0], words=3200.0)
+  assert race.above(race.rows[1]).tolist() == [0.0, 0.0]
+  assert race.best("slow").method == "also"
 
 
 def race_so_far(path, evaluation):
