@@ -138,6 +138,12 @@ def audit(
     raise ValueError(
       f"audit: {text[:40]!r} is no optimized HLO: give step.lower(...), or the text of what it compiles to"
     )
+  # A program of one device has no number.
+  devices = _field(text, "num_partitions")
+  if devices not in ("", str(mesh.size)):
+    raise ValueError(
+      f"audit: the program has {devices} devices, the mesh has {mesh.size}: give its mesh"
+    )
   program_text = _Text(text, _positions(mesh, axis))
   result = Audit(
     tuple(
@@ -258,12 +264,6 @@ class _Text:
       return float(any(crosses))
     # Each group, a list of device numbers, communicates by itself.
     groups = _groups(line, len(self.positions))
-    if bad := [
-      device for group in groups for device in group if device >= len(self.positions)
-    ]:
-      raise ValueError(
-        f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh"
-      )
     # Groups may differ: the group with the most indices of the axis counts.
     widest = max(groups, key=lambda group: len(set(self.positions[group])))
     indices = len(set(self.positions[widest]))
@@ -281,7 +281,7 @@ class _Text:
     # sent; in an all-reduce twice, by its reduce-scatter and by its all-gather.
     share = math.ceil(entries / indices) * (indices - 1) / entries
     # In an all-to-all nothing is shared: devices with the same index have other entries.
-    if kind == "all-to-all":
+    if kind.endswith("all-to-all"):
       return share
     return (2 if kind == "all-reduce" else 1) * share / per_index
 

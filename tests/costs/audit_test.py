@@ -81,10 +81,12 @@ def test_what_stays_inside_a_worker_is_of_another_axis():
   )
   with pytest.raises(ValueError, match="axis 'data' is not an axis of the mesh"):
     js.costs.audit(inside, mesh, "data")
-  with pytest.raises(
-    ValueError, match="the program has a device 4, the mesh has 4: give its mesh"
-  ):
-    js.costs.audit(both, mesh_of(4))
+  wider = Mesh(np.array(jax.devices()[:8] * 2).reshape(4, 4), mesh.axis_names)
+  for other, devices in (mesh_of(4), 4), (wider, 16):
+    with pytest.raises(
+      ValueError, match=f"the program has 8 devices, the mesh has {devices}: give its"
+    ):
+      js.costs.audit(both, other)
 
 
 TEXT = """HloModule step
@@ -128,6 +130,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %l = f32[] all-reduce(%y), replica_groups={}, to_apply=%add
   %m = f32[] all-reduce(%y), to_apply=%add
   %a = f32[12]{0} all-to-all(%x), replica_groups={}, dimensions={0}
+  %g = f32[20]{0} ragged-all-to-all(%x), replica_groups={}
   %j = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, to_apply=%add
   ROOT %i = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
@@ -140,6 +143,7 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
   found = js.costs.audit(TEXT, mesh)
   assert [(one.kind, one.bytes) for one in found.operations] == [
     ("all-reduce", 5 * 8 * 4),
+    ("ragged-all-to-all", 20 * 4 / 2),
     ("collective-permute", 8 * 4),  # of the branch that sends most
     ("all-reduce", 8 * 4),
     ("collective-permute", 6 * 4),
@@ -153,7 +157,7 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
   assert found.operations[0].source == "/home/user/train.py:7"
   assert "160  all-reduce f32[8]  /home/user/train.py:7" in str(found)
   assert (
-    js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4 + 12 * 4 / 2 + 2 * 4 / 2
+    js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4 + 32 * 4 / 2 + 2 * 4 / 2
   )
   with pytest.raises(NotImplementedError, match="replica_groups=.<all>.* not known"):
     js.costs.audit(TEXT.replace("mesh['a'=2,'b'=2]", "<all>"), mesh)
