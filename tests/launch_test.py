@@ -250,6 +250,7 @@ def failed(ended, said):
       f"rank 1 ended with status 0 before the others, then rank 0 failed: {GLOO}",
     ),
     ([{"ended": 12.0, "status": -6}, {"stopped": 1.0}], "rank 1 is stopped (SIGSTOP)"),
+    ([{"ended": 1.0, "status": -40}, {}], "rank 0 was ended by signal 40"),
     ([failed(1.0, GLOO), {}], f"rank 0 failed: {GLOO}"),
     ([failed(1.0, ""), {}], "rank 0 exited with status 1"),
   ],
@@ -574,6 +575,7 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(
 @pytest.mark.parametrize(
   ("options", "message"),
   [
+    ({"command": []}, r"command=\[\], give a program"),
     ({"ranks": 0}, "ranks=0, choose at least 1"),
     ({"engine": "smoke"}, "engine='smoke', choose 'processes' or 'mpi'"),
     ({"devices": 0}, "devices=0, choose at least 1"),
@@ -589,7 +591,12 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(
 )
 def test_bad_arguments(options, message):
   with pytest.raises(ValueError, match=message):
-    launch.run(["true"], **{"ranks": 1} | options)
+    launch.run(**{"command": ["true"], "ranks": 1} | options)
+
+
+def test_an_empty_list_of_hosts_is_this_machine(monkeypatch):
+  monkeypatch.setenv(launch_start.HOSTS, "")
+  assert launch_start._hosts_here() == []
 
 
 def test_each_rank_sees_gpus_of_its_own(monkeypatch):

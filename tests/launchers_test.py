@@ -272,7 +272,7 @@ import jax
 from absl import logging
 logging.set_verbosity(logging.INFO)
 from jaxsparse import launch
-name = launch.join()
+name = launch.join(timeout=float("inf"))
 rows = jax.make_array_from_process_local_data(
   jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("ranks",)), jax.P("ranks")),
   jax.numpy.full(1, 1.0 + jax.process_index()))

@@ -25,7 +25,8 @@ _RECORD_DELAY = (
   0.3  # seconds to wait for the record of another rank whose connection has failed
 )
 _SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
-# seconds instead under our launcher, which ends ranks much earlier, and names the cause
+# seconds instead under our launcher, which ends ranks much earlier, and names the cause;
+# the most seconds to wait for ranks to join
 _DAY = 86_400
 
 
@@ -50,7 +51,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
   Args:
-    timeout: seconds until every rank must have joined.
+    timeout: seconds until every rank must have joined, a day at most.
 
   Returns:
     The name of the launcher, which is also logged (absl, INFO); None in a process that
@@ -86,7 +87,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
   try:
     jax.distributed.initialize(
-      initialization_timeout=round(timeout),
+      initialization_timeout=round(min(timeout, _DAY)),
       heartbeat_timeout_seconds=watch.HEARTBEAT,
       shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
       **options,

@@ -113,12 +113,14 @@ def run(
 
   Raises:
     ValueError: for less than one rank or device, several devices of a rank of MPI,
-      another engine, or `restarts` or `min_ranks` that do not fit.
+      another engine, `restarts` or `min_ranks` that do not fit, or no command.
     FileNotFoundError: if the program, or mpirun, does not exist.
     RunFailed: if a rank died, did not join, did not end, or ended without having joined
       the run; no rank is left running.
   """
   _check_numbers(ranks, engine, devices, restarts, min_ranks)
+  if not command:
+    raise ValueError(f"command={command!r}, give a program and its arguments")
   if shutil.which(command[0]) is None:
     raise FileNotFoundError(
       errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
@@ -169,7 +171,7 @@ def run(
 
 def _hosts_here() -> list[Host]:
   """The hosts that the variable JAXSPARSE_HOSTS names; [] for this machine alone."""
-  return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
+  return [Host(**host) for host in json.loads(os.environ.get(HOSTS) or "[]")]
 
 
 def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:

@@ -81,7 +81,9 @@ class Life(NamedTuple):
     elif self.status and self.said:
       how = f"failed: {self.said}"
     elif self.status < 0:
-      how = f"was ended by {signal.Signals(-self.status).name}"
+      # Most real-time signals have no name.
+      names = {known.value: known.name for known in signal.Signals}
+      how = f"was ended by {names.get(-self.status, f'signal {-self.status}')}"
     elif self.status:
       how = f"exited with status {self.status}{': ' if self.line else ''}{self.line}"
     else:
