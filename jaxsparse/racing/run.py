@@ -150,11 +150,11 @@ def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
   links = {}
   for name in names:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", name)
-    if not matched:
+    bits = float(matched[1]) * _UNITS[matched[2]] if matched else 0.0
+    if not bits:
       raise ValueError(f"race: links has {name!r}, write 10gbit, 100mbit, or the like")
-    bandwidth, unit = matched.groups()
     # β in seconds a byte; γ = 1: transfers do not slow each other down
-    links[name] = Link(_ALPHA, 8 / (float(bandwidth) * _UNITS[unit]), 1.0)
+    links[name] = Link(_ALPHA, 8 / bits, 1.0)
   if profile:
     links["profile"] = Link(profile.alpha, profile.beta, profile.gamma)
   if not links:

@@ -338,6 +338,7 @@ def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
     ({"batches": [batches(0)], "seeds": 2}, "has 1 for seeds=2: give one at least"),
     ({"methods": {}}, "one has to be 'dense'"),
     ({"links": ("1 gb",)}, "'1 gb', write 10gbit"),
+    ({"links": ("0gbit",)}, "'0gbit', write 10gbit"),
     ({"links": ()}, "links is empty"),
   ],
 )
