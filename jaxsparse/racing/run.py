@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxsparse.comm import SimComm
 from jaxsparse.costs.calibration import Profile
-from jaxsparse.racing.batching import Batches, check_batches
+from jaxsparse.racing.batching import Batches
 from jaxsparse.racing.recipes import Method, recipes
 from jaxsparse.racing.result import DENSE, Race, Row
 from jaxsparse.racing.training import Setting
@@ -125,10 +125,9 @@ def race(
   )
   # Sorted, so that the same rates in another order still match the file.
   config = RaceConfig(
-    setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
+    setting, params, batches, steps, rate, tuple(sorted(map(float, rates))), seeds
   )
   config.check()
-  check_batches(batches, seeds)
   chosen = recipes("adam", workers=engine.workers) if methods is None else methods
   if DENSE not in chosen:
     raise ValueError(

@@ -11,7 +11,7 @@ import optax
 
 from jaxsparse.comm import SimComm
 from jaxsparse.costs.counting import count_entries, count_update
-from jaxsparse.racing.batching import Batches, batches_of, join, stack
+from jaxsparse.racing.batching import Batches, batches_of, check_batches, join, stack
 from jaxsparse.racing.recipes import Method
 from jaxsparse.racing.result import Row
 from jaxsparse.racing.training import Program, Setting, Training
@@ -49,7 +49,7 @@ class RaceConfig(NamedTuple):
   seeds: int
 
   def check(self) -> None:
-    """Raises ValueError for numbers outside their choices."""
+    """Raises ValueError for numbers outside their choices, and for batches that cannot serve all seeds."""
     # One worker exchanges nothing, and one step is timed with its compilation.
     check_whole("race", 2, workers=self.setting.engine.workers, steps=self.steps)
     check_whole("race", 1, seeds=self.seeds)
@@ -58,6 +58,7 @@ class RaceConfig(NamedTuple):
     for name, values in ("rate", (self.rate,)), ("rates", self.multiples):
       if not all(0 < value < math.inf for value in values):
         raise ValueError(f"race: {name}={values}, choose positive numbers")
+    check_batches(self.batches, self.seeds)
 
   @property
   def key(self) -> dict[str, Any]:

@@ -389,6 +389,17 @@ def test_links_are_kept_until_they_are_as_large_as_an_anchor():
   assert not worker.exchanger._links  # which were of another branch
 
 
+def test_links_are_kept_where_no_round_was_missed():
+  """The anchor of a donor is that of this worker."""
+  worker, donor = wide(number=0), wide(number=1)
+  for member in worker, donor:
+    go_on(member, [5])
+  anchor = donor.exchanger.anchor
+  donor.exchanger.anchor = anchor._replace(latest={0: 5, 1: 5})
+  worker.exchanger.adopt(model_of(donor), 0, 0)
+  assert len(worker.exchanger._links) == 1
+
+
 def test_of_links_larger_than_an_anchor_one_is_kept():
   """Of a dense round with what a link has moved, until the next one; none of them is ever sent."""
   worker = wide(number=1)

@@ -317,6 +317,17 @@ def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(comp
   assert computing(nobody, nobody) == [(FloatingPointError, "nobody: no worker")]
 
 
+def test_a_donor_is_asked_again_after_a_request_that_went_on_without_one_was_rejected(
+  ready,
+):
+  ready(ABSENT)
+  ready.wait(TIMEOUT + 1, BEAT, welcome(donor=0))
+  stale = rejected(reason="stale: iteration 3")
+  assert ready(stale) == [(ValueError, "worker 1: stale: iteration 3")]
+  ready(ABSENT, welcome(donor=0))
+  assert ready(request(WorkerMessage.READY, 5, 8)) == [FETCH]
+
+
 def test_a_worker_that_is_dropped_while_it_computes_gets_a_donors_model_at_its_next_request_once(
   computing,
 ):

@@ -245,7 +245,7 @@ def test_a_file_is_checked_before_anything_is_trained_and_takes_all_numbers(tmp_
   with pytest.raises(ValueError, match=r"missing/race.json': the folder is missing"):
     race_of(methods("dense"), **missing)
   given = {"steps": np.int64(4), "rate": np.float32(0.05), "seeds": np.int32(1)}
-  given |= {"rates": np.array([1.0], np.float32), "file": tmp_path / "race.json"}
+  given |= {"rates": jnp.array([1.0]), "file": tmp_path / "race.json"}
   race = race_of(methods("dense"), **given)
   assert race_of(methods("dense"), **given, progress=pytest.fail).rows == race.rows
 

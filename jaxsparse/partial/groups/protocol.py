@@ -107,6 +107,7 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._leave()
       case GroupRequest():
         self._request = event.kind
+        self._has_no_donor = False
         # NOT_FINITE has no model: the last finite one stays, and others can fetch it.
         self.model = event.model or self.model
         # False while this worker joins: `_take_answer` then begins it at WELCOME.
@@ -201,7 +202,6 @@ class GroupProtocol(WorkerProtocol[Average]):
 
   def _reply(self, model: Model) -> None:
     self.model = model
-    self._has_no_donor = False
     self.membership.reply(model)
 
   # Answers of the server.
@@ -210,7 +210,8 @@ class GroupProtocol(WorkerProtocol[Average]):
     membership = self.membership
     match kind:
       case ServerMessage.WELCOME if membership.state == "joining":
-        donor = None if self._has_no_donor else content["donor"]
+        goes_on = self._has_no_donor and membership.waits
+        donor = None if goes_on else content["donor"]
         membership.enter(content["limit"], donor)
         # Early parts have fewer than n + G entries, as the file's docstring says:
         # `EarlyPieces` has room for a million words more than n.

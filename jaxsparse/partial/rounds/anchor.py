@@ -266,7 +266,8 @@ class OwnAnchor:
     # that round was a later one, or a round of this residual does not count.
     if anchor.residual_group != anchor.latest.get(self._worker, 0):
       anchor = self._drop_residual(anchor)
-    if not links:  # a whole anchor: earlier links do not lead to it
+    # Another anchor, sent whole: earlier links do not lead to it.
+    if not links and position != local.position:
       self._links.clear()
     self.anchor = anchor
     self._keep(links)

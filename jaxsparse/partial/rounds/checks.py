@@ -76,8 +76,9 @@ def check_options(
       f"Rounds: link=True with apply_residual={apply_residual!r}, mixing={mixing!r}: a link has neither"
     )
   for name, value in seconds.items():
-    is_seconds = is_number(value, Real) and 0 <= value <= threading.TIMEOUT_MAX
-    if value is not None and not is_seconds:
+    if value is not None and not (
+      is_number(value, Real) and 0 <= value <= threading.TIMEOUT_MAX
+    ):
       raise ValueError(
         f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}"
       )

@@ -1,9 +1,9 @@
 """Runs the exchanges of a worker of rounds in a thread of its own, while its device computes."""
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +78,15 @@ class Exchanger(OwnAnchor):
     run = self._run = Run(
       group, self._worker, self.post, room=4 * entries + MOST_MEMBERS
     )
-    self._submit(self._exchange, run, self.anchor, self.delta)
+    self._submit(functools.partial(self._exchange, run, self.anchor, self.delta))
     return run
 
-  def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+  def _submit(self, work: Callable[[], None]) -> None:
     """Calls `work` in `_thread`; posts the error that it raises, which the training loop then raises."""
 
     def run() -> None:
       try:
-        work(*arguments)
+        work()
       except Exception as error:
         self.post(error)
 
@@ -152,7 +152,8 @@ class Exchanger(OwnAnchor):
     # `_thread` is idle now. It packs the totals of the round, the link that `replace`
     # has added, for workers that have missed it. They are kept if they are fewer bytes
     # than the anchor.
-    self._submit(self._links[-1].pack, self.outer.size(self.anchor))
+    most = self.outer.size(self.anchor)
+    self._submit(functools.partial(self._links[-1].pack, most))
     # The sizes of the next group if a worker is lost, or joins.
     for size in (self.anchor.size - 1, self.anchor.size + 1):
       self._compiler.submit(self._compile, size)
