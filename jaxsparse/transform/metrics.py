@@ -199,7 +199,11 @@ def _read(
   several = states if len(states) > 1 else ()
   parts = tuple(summary([state], comm) for state in several)
   # Sums over leaves of Σ_w ⟨u_w, mean⟩ and Σ_w ⟨u_w, delivered_w⟩; their ratio is s².
-  products = [state.products.sum(0) for state in restored]
+  # In an inner optimizer each worker has a row, all equal: hence the maximum.
+  products = [
+    comm.all_reduce(state.products.sum(-2).reshape(-1, 2).max(0), "max")
+    for state in restored
+  ]
   shared, delivered = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(delivered > 0, delivered, 1.0)
   combined = summary(states, comm)._replace(parts=parts, agreement=agreement)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.comm import all_reduce_cost
@@ -128,6 +129,22 @@ def test_in_local_steps(every, applied):
       anchor = anchor - update
       own = anchor - (oracle.residual if applied else np.zeros_like(own))
     np.testing.assert_allclose(flat(params), anchor, atol=2e-5)
+
+
+def test_the_agreement_of_an_exchange_within_the_inner_optimizer():
+  """The state of the inner optimizer has a row for each worker, here of one leaf."""
+  inner = optax.chain(js.norm_restored(js.dense_transform("workers")), optax.sgd(0.1))
+  tx = js.local_steps(inner, averaged(), every=3)
+  step, params, state = start(tx, mesh_of(2), jnp.zeros(2))
+  _, state, _ = step(params, state, np.float32([[1, 1], [1, -1]]))
+  of_worker = jax.shard_map(
+    lambda state: js.metrics(state, "workers"),
+    mesh=mesh_of(2),
+    in_specs=(js.specs(state, "workers"),),
+    out_specs=P(),
+  )
+  for found in (js.metrics(state), of_worker(state)):
+    assert found.agreement == 0.5
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
