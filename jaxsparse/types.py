@@ -241,6 +241,9 @@ def check_fraction(name: str, field: str, value: Any) -> None:
     raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
 
 
+MOST_STEPS = 2**31 - 1  # steps are counted in i32
+
+
 def check_whole(
   name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse.types import (
   Comm,
@@ -146,6 +147,10 @@ class Collective(abc.ABC):
         "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
         f"static_args={tuple(inspect.signature(type(self)).parameters)!r}"
       )
+    # Numbers of numpy could overflow, and their dtypes could promote results.
+    for field, value in vars(self).items():
+      if isinstance(value, np.generic):
+        object.__setattr__(self, field, value.item())
     for field, choices in choices_of(type(self)).items():
       if (value := getattr(self, field)) not in choices:
         raise ValueError(

@@ -15,7 +15,7 @@ from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.state import ReduceState, idle_step
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import ArrayTree, Comm, check_whole
+from jaxsparse.types import MOST_STEPS, ArrayTree, Comm, check_whole
 
 _FIELDS = ("mu", "trace")  # fields of optax's states that hold a momentum
 _Momentum = dict[str, optax.Updates]  # each momentum by its path in an inner state
@@ -68,7 +68,7 @@ def average_momentum(
     An optimizer to be the `inner` of `js.local_steps`.
 
   Raises:
-    ValueError: for an `every` that is no whole number from 1 up, or a dtype outside its
+    ValueError: for an `every` that is no whole number from 1 up that fits in i32, or a dtype outside its
       choices; when used, if `inner` has no momentum.
 
   Example:
@@ -77,7 +77,7 @@ def average_momentum(
     >>> signs = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
     >>> tx = js.local_steps(inner, signs, every=1, apply_residual=True)
   """
-  check_whole("average_momentum", 1, every=every)
+  check_whole("average_momentum", 1, MOST_STEPS, every=every)
   mean = collective_transform(make_collective("dense", dtype=dtype), axis)
   inner = optax.with_extra_args_support(inner)
 
@@ -113,7 +113,7 @@ def average_momentum(
     keep = lambda momentum, means: (momentum, idle_step(means, skipped))
     # `since` counts the steps since the last average. It is state of a worker's own but
     # equal on all, which skip the same steps; `mark_total` declares that.
-    due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
+    due = mark_total(state.since + 1 >= int(every), axes_of(mean.comm))
     before = _momentum_of(after, grads)
     momentum, means = varying.cond(due, exchange, keep, before, state.means)
     after = _with_momentum(after, before, momentum)

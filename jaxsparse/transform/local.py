@@ -19,6 +19,7 @@ step takes its place.
 
 import dataclasses
 import functools
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ from jaxsparse.transform.exchange import (
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.transform.state import LocalState, add_row
 from jaxsparse.transform.wrapped import synchronizing
-from jaxsparse.types import check_whole
+from jaxsparse.types import MOST_STEPS, check_whole, is_number
 
 Result = tuple[optax.Updates, LocalState]
 
@@ -157,13 +158,16 @@ def local_steps(
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   # How updates arrive; `Delayed` mixes, too.
   how = Delayed if delay else Mixed if mixing else Exchange
-  exchange = how(inner, outer, Fragments(fragments), apply_residual, mixing, delay)
+  # Numbers of numpy could overflow, and their dtypes could promote results.
+  exchange = how(
+    inner, outer, Fragments(int(fragments)), apply_residual, float(mixing), int(delay)
+  )
   # When workers exchange: on demand (`every=None`), in each step, or once in a period.
   steps: _EveryStep | _OnDemand = _OnDemand(exchange)
   if every == 1:
     steps = _EveryStep(exchange)
   elif every is not None:
-    steps = _Periods(exchange, every)
+    steps = _Periods(exchange, every if callable(every) else int(every))
 
   def update(
     grads: optax.Updates,
@@ -207,7 +211,7 @@ def _check_options(
 ) -> None:
   """Raises ValueError for arguments of `local_steps` outside their choices, or that do not go together."""
   if not callable(every):
-    check_whole("local_steps", 1, optional=True, every=every)
+    check_whole("local_steps", 1, MOST_STEPS, optional=True, every=every)
   elif (period := jax.eval_shape(every, jnp.int32(0))).shape != ():
     raise ValueError(
       f"local_steps: every(0) has the shape {period.shape}, give a schedule of one number"
@@ -221,7 +225,8 @@ def _check_options(
     raise ValueError(
       f"local_steps: apply_residual={apply_residual!r} with delay={delay!r}, choose one of them"
     )
-  if not 0 <= mixing < 1 or (mixing and every in (1, None)):
+  is_fraction = is_number(mixing, numbers.Real) and 0 <= mixing < 1
+  if not is_fraction or (mixing and every in (1, None)):
     raise ValueError(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose a number in [0, 1), and 0 with every=1 or None"
     )

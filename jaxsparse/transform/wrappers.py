@@ -30,7 +30,7 @@ from jaxsparse.arrays.flatten import wide_dtype
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
-from jaxsparse.types import check_fraction, check_whole, is_number
+from jaxsparse.types import MOST_STEPS, check_fraction, check_whole, is_number
 
 
 def momentum_corrected(
@@ -102,7 +102,7 @@ def momentum_corrected(
     return corrected
   # A function, since the number of workers P is known inside the axis only. The norm of
   # the sum of P independent gradients is √P times that of one: with c/√P each, about c.
-  largest = lambda: clip_norm * transform.comm.size**-0.5
+  largest = lambda: float(clip_norm) * transform.comm.size**-0.5
 
   def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
     # In float16 the square of 256 is Inf, so that the norm is Inf and the result 0.
@@ -217,7 +217,7 @@ def warmed_up(
   transform = checked_transform("warmed_up", transform)
   steps = tuple(densities)
   for step, density in densities.items():
-    check_whole("warmed_up", 1, step=step)
+    check_whole("warmed_up", 1, MOST_STEPS, step=step)
     check_fraction(f"warmed_up before step {step}", "density", density)
   # Densities hold one after the other, each up to its step: steps ascend strictly.
   if not steps or sorted(set(steps)) != list(steps):
@@ -237,7 +237,9 @@ def warmed_up(
         f"warmed_up: {names} has no density, choose one with density= or k=, as js.spardl_transform"
       )
     warm = lambda sparse: WarmedUp(
-      collective=sparse, steps=steps, densities=tuple(densities.values())
+      collective=sparse,
+      steps=tuple(map(int, steps)),
+      densities=tuple(map(float, densities.values())),
     )
     # Groups that send all entries, as dense ones, stay as they are.
     return [

@@ -163,7 +163,7 @@ def test_parameters_called_mu_are_no_momentum(kind):
     (
       optax.adam(0.1),
       {"every": 0},
-      "average_momentum: every=0, choose a whole number from 1 up",
+      "average_momentum: every=0, choose a whole number from 1 to 2147483647",
     ),
     (optax.adam(0.1), {"every": 2, "dtype": "int8"}, "dense: dtype='int8', choose"),
     (

@@ -1,5 +1,6 @@
 """Parameters in float16 and bfloat16: the cast of an update is inside error feedback, and judged for NaN and Inf."""
 
+import functools
 import re
 import warnings
 
@@ -304,3 +305,41 @@ def test_averages_that_an_optimizer_keeps_in_16_bits_are_named(name, is_local):
         rf"optimizer keeps state.*nu\['a'\] in {dtype}, .*{loss}.*js.scale_by_window",
         text,
       )
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda sparse, factor: js.momentum_corrected(sparse, factor, clip_norm=factor),
+    js.ef21,
+    lambda sparse, factor: js.local_steps(
+      optax.sgd(0.1), optax.chain(sparse, optax.sgd(1.0)), every=2, mixing=factor
+    ),
+  ],
+  ids=["momentum_corrected", "ef21", "local_steps"],
+)
+def test_numbers_of_numpy_promote_nothing_where_x64_is_on(make):
+  with jax.enable_x64(True):
+    params = jnp.zeros(6, jnp.float32)
+    tx = make(js.make_transform("topka", sim(2), density=0.5), np.float64(0.5))
+    init = lambda _: tx.init(params)
+    update = lambda grads, state: tx.update(grads, state, params)[1]
+    workers = functools.partial(jax.vmap, axis_name="workers")
+    state = jax.eval_shape(workers(init), jnp.arange(2))
+    grads = jax.ShapeDtypeStruct((2, 6), jnp.float32)
+    after = jax.eval_shape(workers(update), grads, state)
+  dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
+  assert dtypes(after) == dtypes(state)
+
+
+def test_a_period_of_8_bits_does_not_overflow():
+  """Its second turn is after step 66 of 100: 100 · 2 does not fit."""
+  params = {name: jnp.zeros(2) for name in "abc"}
+  tx = js.local_steps(
+    optax.sgd(0.1), averaged(sim(2)), every=np.int8(100), fragments=np.int8(3)
+  )
+  step, params, state = start(tx, sim(2), params)
+  for done, sends in ((64, False), (65, True)):
+    _, after, _ = step(params, state._replace(since=jnp.int32(done)), normals(0, 2, 6))
+    assert (js.metrics(after).words_sent > 0) == sends

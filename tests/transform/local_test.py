@@ -365,9 +365,10 @@ def test_other_workers_and_what_is_flushed():
 
 SGD, CHAIN = optax.sgd(1.0), optax.chain(TOPKA(sim(2)), optax.sgd(1.0))
 CHOICES = [
-  ({"every": 0}, "every=0, choose a whole number from 1 up, or None"),
-  ({"every": 0.5}, "every=0.5, choose a whole number from 1 up, or None"),
-  ({"every": True}, "every=True, choose a whole number from 1 up, or None"),
+  ({"every": 2**31}, "every=2147483648, choose a whole number from 1 to 2147483647"),
+  ({"every": 0}, "every=0, choose a whole number from 1 to 2147483647, or None"),
+  ({"every": 0.5}, "every=0.5, choose a whole number from 1 to 2147483647, or None"),
+  ({"every": True}, "every=True, choose a whole number from 1 to 2147483647, or None"),
   (
     {"every": lambda step: jnp.stack([step, step])},
     r"every\(0\) has the shape \(2,\), give a schedule of one number",

@@ -193,7 +193,7 @@ SPARDL, DCT = (
     (
       lambda: js.warmed_up(SPARDL, {0: 0.1}),
       ValueError,
-      "warmed_up: step=0, choose a whole number from 1 up",
+      "warmed_up: step=0, choose a whole number from 1 to 2147483647",
     ),
     (
       lambda: js.warmed_up(SPARDL, {2: 1.5}),
