@@ -64,7 +64,8 @@ def momentum_corrected(
       entries never do it.
     clip_norm: c, clips the gradient of each worker, all leaves together, to an ℓ₂ norm
       of c/√P before everything else; None does not. The norm of the sum of P
-      independent gradients is then about c.
+      independent gradients is then about c. As in optax, a norm beyond 1.8e19, whose
+      square overflows float32, gives zeros; largest magnitudes would take another pass.
 
   Returns:
     An `optax.GradientTransformation`, to be the first of its chain.
