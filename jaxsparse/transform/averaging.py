@@ -12,7 +12,7 @@ from jaxsparse._compat import AxisName, varying
 from jaxsparse.collectives import make_collective
 from jaxsparse.comm import axes_of
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.transform.state import ReduceState, idle_step
+from jaxsparse.transform.state import ReduceState, idle_step, local_states
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import MOST_STEPS, ArrayTree, Comm, check_whole
@@ -69,7 +69,7 @@ def average_momentum(
 
   Raises:
     ValueError: for an `every` that is no whole number from 1 up that fits in i32, or a dtype outside its
-      choices; when used, if `inner` has no momentum.
+      choices; when used, if `inner` has no momentum, or local steps.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -83,6 +83,10 @@ def average_momentum(
 
   def init(params: optax.Params) -> AveragedState:
     state = inner.init(params)
+    if local_states(state):
+      raise ValueError(
+        "average_momentum: inner has local steps itself, give js.local_steps(js.average_momentum(...), outer, every=…)"
+      )
     if not (momentum := _momentum_of(state, params)):
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"

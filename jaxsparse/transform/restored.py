@@ -62,6 +62,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
+    ValueError: when used, for a transform that is a `js.norm_restored` itself.
 
   Example:
     Two workers whose updates, of length √2, have one of two entries in common: their
@@ -83,6 +84,10 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     # `optax.tree_map_params` inits with a placeholder instead of parameters.
     if isinstance(params, PLACEHOLDER):
       return before
+    if isinstance(before, RestoredState):
+      raise ValueError(
+        "norm_restored: the transform is a js.norm_restored already, give the transform inside"
+      )
     leaves = len(jax.tree.leaves(params))
     return RestoredState(before, jnp.zeros((leaves, 2)))
 

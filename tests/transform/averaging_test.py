@@ -171,6 +171,11 @@ def test_parameters_called_mu_are_no_momentum(kind):
       {"every": 2},
       "average_momentum: the state of inner has no momentum, no mu or trace",
     ),
+    (
+      js.local_steps(optax.sgd(0.1, momentum=0.9), averaged(), every=2),
+      {"every": 2},
+      "average_momentum: inner has local steps itself, give js.local_steps",
+    ),
   ],
 )
 def test_bad_input(inner, options, message):

@@ -336,3 +336,5 @@ def test_goes_on_with_other_workers_and_another_collective():
 def test_bad_input():
   with pytest.raises(TypeError, match="norm_restored: a .* is no jaxsparse transform"):
     js.norm_restored(averaged())
+  with pytest.raises(ValueError, match=r"is a js\.norm_restored already, give the tr"):
+    js.init(js.norm_restored(restored("workers")), PARAMS, mesh_of(2))
