@@ -171,7 +171,8 @@ def run(
 
 def _hosts_here() -> list[Host]:
   """The hosts that the variable JAXSPARSE_HOSTS names; [] for this machine alone."""
-  return [Host(**host) for host in json.loads(os.environ.get(HOSTS) or "[]")]
+  hosts = json.loads(os.environ.get(HOSTS) or "[]")
+  return [Host(**host) for host in hosts]
 
 
 def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:

@@ -141,11 +141,8 @@ class _WindowAdam(NamedTuple):
       leaves = jax.tree.map(of_leaf, updates, *moments)
     # `leaves`, a pytree of tuples (update, m, a, v), becomes four pytrees; `transpose`
     # of JAX refuses one without leaves.
-    structure = jax.tree.structure(updates)
-    rows = structure.flatten_up_to(leaves)
-    scaled, mu, average, nu = (
-      structure.unflatten(row[column] for row in rows) for column in range(4)
-    )
+    column_of = lambda column: jax.tree.map(lambda _, row: row[column], updates, leaves)
+    scaled, mu, average, nu = map(column_of, range(4))
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
   def _update_leaf(

@@ -68,8 +68,8 @@ def average_momentum(
     An optimizer to be the `inner` of `js.local_steps`.
 
   Raises:
-    ValueError: for an `every` that is no whole number from 1 up that fits in i32, or a dtype outside its
-      choices; when used, if `inner` has no momentum, or local steps.
+    ValueError: for an `every` that is no whole number from 1 to 2³¹ − 1, or a dtype
+      outside its choices; when used, if `inner` has no momentum, or local steps.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -83,14 +83,8 @@ def average_momentum(
 
   def init(params: optax.Params) -> AveragedState:
     state = inner.init(params)
-    if local_states(state):
-      raise ValueError(
-        "average_momentum: inner has local steps itself, give js.local_steps(js.average_momentum(...), outer, every=…)"
-      )
-    if not (momentum := _momentum_of(state, params)):
-      raise ValueError(
-        f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
-      )
+    momentum = _momentum_of(state, params)
+    _check_inner(state, momentum)
     # One exchange for each momentum: a chain may have several, of different leaves.
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
@@ -124,6 +118,18 @@ def average_momentum(
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_inner(state: OptState, momentum: _Momentum) -> None:
+  """Raises ValueError for the state of local steps, and for one without momentum."""
+  if local_states(state):
+    raise ValueError(
+      "average_momentum: inner has local steps itself, give js.local_steps(js.average_momentum(...), outer, every=…)"
+    )
+  if not momentum:
+    raise ValueError(
+      f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
+    )
 
 
 def _with_momentum(state: OptState, before: _Momentum, after: _Momentum) -> OptState:

@@ -200,10 +200,8 @@ def _read(
   parts = tuple(summary([state], comm) for state in several)
   # Sums over leaves of Σ_w ⟨u_w, mean⟩ and Σ_w ⟨u_w, delivered_w⟩; their ratio is s².
   # In an inner optimizer each worker has a row, all equal: hence the maximum.
-  products = [
-    comm.all_reduce(state.products.sum(-2).reshape(-1, 2).max(0), "max")
-    for state in restored
-  ]
+  rows = [state.products.sum(-2).reshape(-1, 2) for state in restored]
+  products = [comm.all_reduce(row.max(0), "max") for row in rows]
   shared, delivered = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(delivered > 0, delivered, 1.0)
   combined = summary(states, comm)._replace(parts=parts, agreement=agreement)

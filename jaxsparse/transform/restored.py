@@ -105,15 +105,13 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     if agree is not None:
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
-    # The residuals of this worker in pytree order, zeros of leaves without one.
-    residuals = lambda reduce_state: list(residual_leaves(reduce_state).values())
     # The exchange is given u + r and leaves r′, so u + r − r′ is delivered. `entered`
     # is ⟨u, u + r⟩ of each leaf, f32[leaves].
-    entered = _products(updates, updates) + _products(updates, residuals(before))
+    entered = _products(updates, updates) + _products(updates, _residuals(before))
     # Residuals are read before the exchange writes the next ones to the same buffers.
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
-    delivered = entered - _products(updates, residuals(after))
+    delivered = entered - _products(updates, _residuals(after))
     # The formula has total / P, and `mean` is total / divisor. The divisor is P, or 1
     # where updates are weighted already: these weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
@@ -133,6 +131,11 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     transform.with_collectives(change)
   )
   return restored
+
+
+def _residuals(state: ReduceState) -> list[jax.Array]:
+  """The residuals of this worker in pytree order, zeros of leaves without one."""
+  return list(residual_leaves(state).values())
 
 
 def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:

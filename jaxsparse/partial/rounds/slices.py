@@ -70,7 +70,8 @@ class Whole:
 
   def to_device(self, tree: optax.Params) -> optax.Params:
     """From the leaves that this part exchanges, on the CPU, arrays with the shardings of the parameters."""
-    return jax.tree.map(lambda leaf, put: put(np.asarray(leaf)), tree, self._puts)
+    put_leaf = lambda leaf, put: put(np.asarray(leaf))
+    return jax.tree.map(put_leaf, tree, self._puts)
 
 
 class Slices(Whole):
