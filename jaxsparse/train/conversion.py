@@ -152,7 +152,7 @@ def convert(
   `every` of `js.local_steps` may change; for 1 no movement may be pending. The new
   chain may begin local steps: `inner` is then the optimizer that followed the
   transform, and each worker gets a copy of its state. The state of `outer` is new, but
-  for its transform, which goes on as above.
+  for total counters: what transforms remember of gradients is not of updates.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -369,14 +369,15 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
-    # The first `ReduceState` of `outer` becomes the old one, for the totals of its
-    # counters; others stay.
+    # The first `ReduceState` of `outer` goes on with the counters of the old one. All
+    # else that the old one remembers, as thresholds and momenta, is of gradients.
     following = iter(reduce_states)
+    go_on = lambda x: x._replace(counters=next(following, x).counters)
     # Random keys stay those of the new state, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     )
-    outer = states.map_states(lambda x: next(following, x), new.outer)
+    outer = states.map_states(go_on, new.outer)
     copies = jax.tree.map(row, inner[0], new.inner)
     return new._replace(inner=copies, outer=outer)
 

@@ -653,6 +653,19 @@ def test_local_steps_begin_with_the_optimizer_of_a_dense_start(
   go_on.synchronize(params, begun)
 
 
+def test_a_start_of_local_steps_forgets_the_momentum_of_gradients():
+  """It would push a worker's first movement, with the same collectives, groups and workers too."""
+  corrected = js.momentum_corrected(js.dense_transform("workers"))
+  outer = optax.chain(corrected, optax.sgd(0.1))
+  step, params, state = start(outer, sim(3), PARAMS, quadratic)
+  params, state, _ = step(params, state, normals(0, 3, 64))
+  assert np.any(optax.tree.get(state, "momentum"))
+  local = js.local_steps(optax.sgd(0.1), outer, every=2)
+  begun = js.convert(state, local, params, sim(3))
+  assert not np.any(optax.tree.get(begun, "momentum"))
+  assert js.metrics(begun).total_words == js.metrics(state).total_words
+
+
 def test_a_start_of_local_steps_that_would_lose_something_is_refused():
   sparse = optax.chain(js.make_transform("topka", "workers", k=3), optax.sgd(0.1))
   step, params, state = start(sparse, sim(3), PARAMS, quadratic)
