@@ -151,7 +151,8 @@ def make_train_step(
       that of this worker under MPI. On a mesh of many processes each process gives the
       whole batch, or a global array made by `jax.make_array_from_process_local_data`.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce.
+    has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce, of
+      numbers or booleans.
     aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages
       floating-point and complex leaves and sums integer and boolean ones, which are
       counts; "sum", "max" and "min" treat all leaves alike; "stack" returns the leaves

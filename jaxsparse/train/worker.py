@@ -503,8 +503,13 @@ def _reduced(
   Integers and booleans of less than 32 bits become 32 bits, but for "stack".
   """
 
-  def reduced(x: jax.Array) -> jax.Array:
+  def reduced(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
+    if _compat.is_key(x):
+      raise TypeError(
+        f"aux{jax.tree_util.keystr(path)} is a random key, which aux_reduce={how!r} cannot reduce: return "
+        "jax.random.key_data(key) and choose 'stack'"
+      )
     if jnp.iscomplexobj(x) and how in ("max", "min"):
       raise ValueError(
         f"aux is complex: there is no {how} of it, choose aux_reduce='mean', 'sum' or 'stack'"
@@ -518,4 +523,4 @@ def _reduced(
       )
     return reduce(x, "sum" if how == "mean" else how)
 
-  return jax.tree.map(reduced, tree)
+  return jax.tree_util.tree_map_with_path(reduced, tree)

@@ -312,6 +312,26 @@ def test_complex_aux_and_model_states_are_averaged(workers):
     step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("aux_reduce", ["mean", "stack"])
+def test_a_random_key_in_aux_is_refused(aux_reduce, accumulate):
+  loss = lambda p, batch: (jnp.sum(p) * batch.mean(), {"key": jax.random.key(0)})
+  step, params, state = start_with(
+    averaged(sim(2)),
+    sim(2),
+    jnp.zeros(3),
+    loss,
+    has_aux=True,
+    aux_reduce=aux_reduce,
+    accumulate=accumulate,
+  )
+  with pytest.raises(
+    TypeError,
+    match=rf"aux\['key'\] is a random key, which aux_reduce='{aux_reduce}' .*key_data",
+  ):
+    step(params, state, np.ones((4, 1), np.float32))
+
+
 @pytest.mark.parametrize("workers", quick_of([3, 5, 7], quick=[7]))
 def test_a_model_state_that_is_equal_on_all_workers_stays_as_it_is(workers):
   """In all its bits, though the sum of P equal numbers is rounded."""
