@@ -99,7 +99,12 @@ def of_columns(
     bits: 2, 4 or 8.
   """
   # the mean over the columns that have entries
-  mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
+  counts = jnp.maximum(used, 1).astype(jnp.float32)
+  mean = row_sums(maxima) / counts
+  # A sum of large maxima overflows; one of small maxima would underflow if all were
+  # scaled. A power of two changes no bits.
+  scaled = row_sums(maxima * 2.0**-7) / counts
+  mean = jnp.where(jnp.isfinite(mean), mean, scaled * 2.0**7)
   code = _CODES[bits]
   columns = maxima.shape[1]
   # The number of a column's ratio: how many ratios above the smallest its maximum

@@ -236,6 +236,18 @@ def test_messages_have_few_more_bits_than_entries(workers):
         assert words <= (1.07 if bits == 2 else 1.06) * ideal
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_large_gradients_have_the_codes_of_small_ones(bits):
+  """The sum of the maxima of a block is beyond float32."""
+  grads = normals(0, 2, 2 * 4096)
+  small = js.simulate("nbit", grads, bits=bits)
+  factor = 2.0**121
+  large = js.simulate("nbit", grads * np.float32(factor), bits=bits)
+  assert not large.metrics.skipped
+  assert_same_bits(large.total / factor, small.total)
+  assert_same_bits(large.residuals / factor, small.residuals)
+
+
 def test_sums_too_large_for_a_step_are_skipped():
   tx = js.nbit_transform(js.SimComm("workers", members=2), bits=8)
   step = js.make_train_step(

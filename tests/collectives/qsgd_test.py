@@ -68,6 +68,16 @@ def test_a_scale_is_rounded_up_so_that_its_products_with_levels_are_exact(levels
     np.testing.assert_array_equal(scale * level, np.float64(scale) * level)
 
 
+@pytest.mark.parametrize("n", [1, 3, 12])
+def test_gradients_of_any_magnitude_keep_their_scale(n):
+  """The reciprocal of the largest float32 numbers is subnormal."""
+  grads = np.linspace(1.1, 1.0, n, dtype=np.float32)
+  scale_of = jax.jit(jax.vmap(lambda x: qsgd.scale_of(x, 127)))
+  factors = np.exp2([-100, 0, 120, 126]).astype(np.float32)
+  scales = np.asarray(scale_of(grads * factors[:, None]))
+  np.testing.assert_allclose(scales, scales[1] * factors, rtol=2e-4)
+
+
 @pytest.mark.parametrize(
   "levels", quick_of([1, 2, 7, 127, 128, 40_000, 2**23], quick=[2**23])
 )

@@ -156,7 +156,7 @@ class QSGD(Collective):
 
 
 def scale_of(x: jax.Array, levels: int) -> jax.Array:
-  """‖x‖ / levels, f32[]; NaN if x is not finite.
+  """‖x‖ / levels, f32[]; NaN or Inf if x is not finite.
 
   Magnitudes are rounded up to so few significant bits that their squares are exact, and
   the scale so that its product with a level is: every program adds the same bits, with
@@ -173,11 +173,12 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   """
   largest = largest_magnitude(x)
   # Entries are divided by the largest, so that squares neither overflow nor underflow.
-  divisor = jnp.where(largest == 0, 1.0, largest)
+  # XLA may multiply by the reciprocal, and reciprocals below 2⁻¹²⁶ are flushed to 0.
+  divisor = jnp.minimum(jnp.where(largest == 0, 1.0, largest), 2.0**126)
   # `round_mantissa_up` rounds up so that the last `bits` of 24 significant bits are 0.
   # A number of 12 significant bits has an exact square.
   square = lambda entries: round_mantissa_up(jnp.abs(entries / divisor), bits=12) ** 2
-  norm = largest * jnp.sqrt(ordered_sum(x, term=square))
+  norm = divisor * jnp.sqrt(ordered_sum(x, term=square))
   # A level has up to b = `levels.bit_length()` bits: its product with a scale of 24 − b
   # significant bits is exact.
   return round_mantissa_up(norm / levels, bits=levels.bit_length())
