@@ -180,7 +180,7 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert wire.protocol.members.rejected == 0
-  assert len(Signal(WorkerMessage.READY, 3, 5).pack()) == 47
+  assert len(Signal(WorkerMessage.READY, 3, 5).pack()) == 55
 
 
 MALFORMED = [

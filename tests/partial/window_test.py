@@ -272,9 +272,9 @@ def test_a_server_says_how_long_it_may_be_silent():
   assert hub.answers[0].content["most"] == 4.0
 
 
-@pytest.mark.parametrize("grace", ["soon", -1, None, math.nan])
+@pytest.mark.parametrize("grace", ["soon", -1, None, math.nan, math.inf])
 def test_bad_windows(grace):
-  with pytest.raises(ValueError, match=r"grace=.*choose 'auto', or 0 seconds or more"):
+  with pytest.raises(ValueError, match=r"grace=.*choose 'auto', or seconds from 0"):
     js.partial.Quorum(3, 2, grace=grace)
 
 
