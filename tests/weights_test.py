@@ -742,17 +742,21 @@ def test_a_folder_without_versions(tmp_path):
     js.weights.Subscriber(tmp_path / "none", LIKE).latest()
 
 
+def rewrite(folder, name, processes):
+  """A file as so many processes write it: each one with all of the entries."""
+  header, arrays = files.read(opened(folder), name)
+  (folder / str(name)).unlink()
+  for process in range(processes):
+    part = name._replace(process=process, processes=processes)
+    files.write(opened(folder), part, header, arrays)
+
+
 def test_a_version_without_a_part_is_none(tmp_path):
   """Of two processes, whose files have other names."""
   publish(tmp_path, 2)
   own = inside(tmp_path)
   for name in names_in(own):
-    header, arrays = files.read(opened(own), name)
-    for process in range(2):
-      files.write(
-        opened(own), name._replace(process=process, processes=2), header, arrays
-      )
-    (own / str(name)).unlink()
+    rewrite(own, name, processes=2)
   reader = js.weights.Subscriber(tmp_path, LIKE)
   (own / str(names_in(own)[-1])).unlink()
   assert reader.latest().version == 1
@@ -771,11 +775,7 @@ def test_a_trainer_that_begins_again_with_other_processes(tmp_path):
     publish(tmp_path, 1)
     own = inside(tmp_path)
     (name,) = [name for name in names_in(own) if name.version == version]
-    header, arrays = files.read(opened(own), name)
-    (own / str(name)).unlink()
-    for process in range(processes):
-      parts = name._replace(process=process, processes=processes)
-      files.write(opened(own), parts, header, arrays)
+    rewrite(own, name, processes)
     assert reader.latest().version == version
     assert reader.refused == []
 

@@ -156,6 +156,8 @@ class Collective(abc.ABC):
         raise ValueError(
           f"{self.name}: {field}={value!r}, choose one of {', '.join(map(repr, choices))}"
         )
+      # The choice itself, since 4.0 equals 4.
+      object.__setattr__(self, field, choices[choices.index(value)])
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
     # `traits.decay` is the option `decay` (β), or 1 where a collective lacks it.

@@ -27,7 +27,7 @@ from jaxsparse.select.blocks import (
   search_keys,
 )
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Sparse
+from jaxsparse.types import Sparse, check_whole
 
 Search = Literal["bracket", "bisect", "sort"]
 
@@ -63,7 +63,7 @@ def top_k(
     `Sparse` of i32[..., k] indices into the row, ascending, and f32[..., k] values.
 
   Raises:
-    ValueError: if k is not in 1 … n, or for an unknown method.
+    ValueError: if k is no whole number in 1 … n, or for an unknown method.
     TypeError: for numbers that are not float32.
 
   Example:
@@ -77,10 +77,7 @@ def top_k(
   for term in x.parts:
     check_float32(term)
   n = shape[-1]
-  if k % 1 or not 1 <= k <= n:
-    raise ValueError(
-      f"top_k: k={k!r}, choose a whole number from 1 to {n}, the length of the last axis"
-    )
+  check_whole("top_k", 1, n, k=k)
   method = method_for(n, k) if method is None else method
   if method not in _METHODS:
     raise ValueError(

@@ -258,3 +258,7 @@ def test_sums_too_large_for_a_step_are_skipped():
   after, _, metrics = step(params, state, jnp.full((2, 64), 3e38))
   assert bool(metrics.skipped)
   assert_same_bits(after, params)
+
+
+def test_a_number_of_bits_is_whole():
+  assert repr(js.make_collective("nbit", bits=4.0)) == "NBit(bits=4, decay=1.0)"

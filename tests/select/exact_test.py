@@ -212,7 +212,7 @@ def test_too_few_candidates_that_reach_their_key_are_no_proof():
 
 def test_no_rows_and_bad_arguments():
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
-  for k in (0, 5, 1.5):
+  for k in (0, 5, 1.5, 2.0):
     with pytest.raises(
       ValueError, match=f"top_k: k={k}, choose a whole number from 1 to 4"
     ):
