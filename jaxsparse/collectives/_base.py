@@ -247,15 +247,31 @@ class Collective(abc.ABC):
     """
 
   def count(
-    self, comm: Comm, n: int, selected: jax.Array | int, delivered: jax.Array | int
+    self,
+    comm: Comm,
+    n: int,
+    selected: jax.Array | int,
+    delivered: jax.Array | int,
+    slots: int = 0,
   ) -> Counters:
-    """The counters of a step that sends the words of `cost`, all of them used: no slot of a message is empty.
+    """The counters of a step that sends the words of `cost`.
 
     `selected` entries are chosen by this worker, `delivered` ones are in the total.
+    Messages have `slots` slots for the selected entries; by default none is empty.
     """
     words = self.cost(n, comm.size).words
-    # words sent, words used
-    return Counters(words, words, selected=selected, delivered=delivered)
+    used = words_used(words, selected, slots) if slots else words
+    return Counters(words, used, selected=selected, delivered=delivered)
+
+
+def words_used(
+  words: jax.Array | int, selected: jax.Array | int, slots: int
+) -> jax.Array | int:
+  """The words that carry an entry, of `words` in messages where `selected` of `slots` slots are filled."""
+  if isinstance(selected, int) and selected == slots:
+    return words
+  # in float32, since a product of u32 may overflow
+  return jnp.float32(words) * jnp.float32(selected) / slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

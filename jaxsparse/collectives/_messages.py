@@ -122,14 +122,16 @@ class Writer(NamedTuple):
       return []
     return [sparse.resize(errors, slots, self.codec.length)]
 
-  def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
-    """The words u32[] of `entries`, i32[], entries: each takes 1/`capacity` of a message of `capacity` slots."""
-    words = self.codec.words(1, capacity)
+  def words_used(
+    self, entries: jax.Array | int, capacity: int, size: int = 2
+  ) -> jax.Array:
+    """The words u32[] of i32[] entries in messages of `capacity` slots, to one worker or all-gathered over `size`."""
+    words = words_of(self.codec, size, capacity)
     # An entry of "coo" takes two words, which integers count exactly.
-    if words == 2 * capacity:
-      return saturated_product(entries, 2)
+    if words == 2 * capacity * (size - 1):
+      return saturated_product(entries, 2 * (size - 1))
     # in float32, since the product of u32 may overflow before the division
-    return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
+    return saturated(jnp.float32(entries) * (words / capacity), jnp.uint32)
 
 
 _join_rows = functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=2)
@@ -144,6 +146,16 @@ def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
     codec.words(rows * min(stride, size - stride), capacity)
     for stride in schedules.strides(size)
   )
+
+
+def count_real(n: int, length: int, k: int) -> int:
+  """The number of entries of n among k of each block of `length`: padding, behind n, is selected last.
+
+  Example:
+    >>> count_real(5, 4, 2), count_real(7, 4, 2), count_real(5, 1, 1)
+    (3, 4, 5)
+  """
+  return n // length * k + min(k, n % length)
 
 
 def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
@@ -310,7 +322,7 @@ class SelectingCollective(EncodingCollective):
     self.selection.check(self.name, n, self.entries(n))
     return super().init(n, size)._replace(worker=self.selection.init(1))
 
-  def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
+  def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array | int, Any]:
     """The entries of f32[n] to send at once, in [1, k] slots; the number of filled slots i32[]; the next memory.
 
     `memory` is what the selector carries from step to step, or (): `State.worker`.
@@ -322,10 +334,11 @@ class SelectingCollective(EncodingCollective):
       self.selection.next(memory, chosen, acc.size),
     )
 
-  def count_chosen(self, chosen: Sparse, length: int) -> jax.Array:
-    """The number of entries selected of blocks of `length`, i32[]: index `length` is an empty slot."""
-    return (
-      jnp.int32(chosen.indices.size)
-      if self.selection.fills_slots
-      else sparse.count(chosen, length)
-    )
+  def count_chosen(self, chosen: Sparse, n: int) -> jax.Array | int:
+    """The number of entries selected of n, i32[], in rows of one of the equal blocks each; padding does not count."""
+    rows, k = chosen.indices.shape
+    length = -(-n // rows)
+    if self.selection.fills_slots:
+      return count_real(n, length, k)
+    # index `length` is an empty slot
+    return sparse.count(chosen, length)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.arrays import iota
 from jaxsparse.collectives._base import SparseCollective, Traits
-from jaxsparse.collectives._messages import Writer, words_of
+from jaxsparse.collectives._messages import Writer, count_real, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.accumulator import Pending, SparseReduced
 from jaxsparse.select.blocks import LazySum
@@ -140,6 +140,10 @@ class ChunkTopk(SparseCollective):
       # in some programs only.
       total = total._replace(values=total.values * (comm.size / counts))
     counters = self.count(
-      comm, n, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values)
+      comm,
+      n,
+      selected=count_real(n, length, k_chunk),
+      delivered=jnp.count_nonzero(total.values),
+      slots=rows * k_chunk,
     )
     return total, flat(writer.codec.decode(message)), flat(errors), counters

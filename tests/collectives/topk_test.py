@@ -132,3 +132,27 @@ def test_words_used_of_two_words_an_entry_are_exact():
   writer = Writer(codec_of("coo", 2**31 - 1))
   for entries, words in ((2**24 + 1, 2**25 + 2), (2**31 - 1, 2**32 - 2)):
     assert int(writer.words_used(jnp.int32(entries), capacity=2**20)) == words
+
+
+@pytest.mark.parametrize(
+  ("label", "selected", "slots"),
+  [
+    ("spardl:selector=chunked", [5] * 8, 8),
+    ("spardl", [5] * 8, 8),
+    ("micro", [2, 2, 1], 2),  # of a part each
+    ("chunktopk:chunk=4", [5, 5], 8),
+  ],
+)
+def test_padding_is_neither_selected_nor_used(label, selected, slots):
+  """Of 5 entries in blocks that reach beyond them; at a density of 1 all slots are sent."""
+  out = js.simulate(f"{label}:density=1.0", normals(0, len(selected), 5))
+  sent, used, chosen = map(np.asarray, out.state.counters[:3])
+  assert chosen.ravel().tolist() == selected
+  np.testing.assert_allclose(used, sent * chosen / slots, atol=1)
+
+
+def test_words_used_are_at_most_those_sent_where_rows_share_words():
+  """The rows of several workers in a message of an all-gather are packed together."""
+  out = js.simulate("topka:wire=int8:k=1", normals(0, 8, 9))
+  sent, used, *_ = out.state.counters
+  np.testing.assert_array_equal(used, sent)

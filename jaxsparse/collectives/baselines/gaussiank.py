@@ -40,7 +40,6 @@ from jaxsparse.types import (
   Reduced,
   Sparse,
   State,
-  saturated_product,
 )
 
 _ADJUSTMENTS = 20
@@ -102,9 +101,7 @@ class GaussianK(EncodingCollective):
       writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n
     )
     total = sparse.merge(in_rank_order(comm, rows), n)
-    used = saturated_product(
-      writer.words_used(jnp.minimum(selected, most), most), comm.size - 1
-    )
+    used = writer.words_used(jnp.minimum(selected, most), most, comm.size)
     delivered = jnp.count_nonzero(total.values)
     overflow = jnp.maximum(selected - most, 0)
     counters = Counters(words, used, selected, delivered, overflow=overflow)

@@ -76,6 +76,10 @@ class Micro(SparseCollective):
       residual=pending_zeros(acc, indices), shared=state.shared + 1
     )
     counters = self.count(
-      comm, n, selected=quota, delivered=jnp.count_nonzero(indices < n)
+      comm,
+      n,
+      selected=jnp.count_nonzero(chosen < n),
+      delivered=jnp.count_nonzero(indices < n),
+      slots=quota,
     )
     return SparseReduced(Sparse(indices, values), state, counters)

@@ -14,7 +14,7 @@ from jaxsparse.collectives._messages import SelectingCollective, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.accumulator import Pending, SparseReduced
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.types import Comm, Cost, Reduced, State, saturated_product
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,8 @@ class TopkA(SelectingCollective):
     message, errors = writer.encode(chosen, 0)
     # total = Σ_w top_k(acc_w), in rank order (Law R)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
-    # words in filled slots, each sent P − 1 times
-    used = saturated_product(writer.words_used(selected, k), comm.size - 1)
     counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(
-      words_used=used
+      words_used=writer.words_used(selected, k, comm.size)
     )
     return SparseReduced(
       total,

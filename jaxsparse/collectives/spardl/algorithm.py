@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import Traits
+from jaxsparse.collectives._base import Traits, words_used
 from jaxsparse.collectives._messages import (
   SelectingCollective,
   Writer,
@@ -195,9 +195,9 @@ class SparDL(SelectingCollective):
     residual = acc.pending(*self._gone(blocks, chosen, delivered, sent))
     scatter_words = words_of(writer.codec, team.size, k_block)
     words = saturated_sum(scatter_words, summed.words, gather_words)
-    selected = self.count_chosen(chosen, blocks.length)
+    selected = self.count_chosen(chosen, grads.size)
     # words of filled slots, of the L slots of each of the P/d blocks
-    used = self._used(words, selected, k_block * team.size)
+    used = words_used(words, selected, k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers)
     adaptive: Any = ()
@@ -256,18 +256,6 @@ class SparDL(SelectingCollective):
     for entries in [*returned, *shares]:
       acc = acc.add(entries)
     return acc
-
-  def _used(
-    self,
-    words: jax.Array,
-    selected: jax.Array,
-    slots: int,
-  ) -> jax.Array:
-    """The words that carry an entry, of u32[] `words` in messages where `selected` of `slots` slots are filled."""
-    if self.selection.fills_slots:
-      return words
-    # in float32, since a product of u32 may overflow
-    return words.astype(jnp.float32) * selected.astype(jnp.float32) / slots
 
   def _gone(
     self, blocks: Blocks, chosen: Sparse, delivered: Sparse, sent: Sparse
