@@ -23,7 +23,7 @@ from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.values import FORMATS, Wire
-from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
+from jaxsparse.types import Comm, Count, Sparse, State, saturated, saturated_product
 
 _NOT_FINITE = jnp.iinfo(jnp.int32).max  # more slots than any message has
 
@@ -322,7 +322,7 @@ class SelectingCollective(EncodingCollective):
     self.selection.check(self.name, n, self.entries(n))
     return super().init(n, size)._replace(worker=self.selection.init(1))
 
-  def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array | int, Any]:
+  def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, Count, Any]:
     """The entries of f32[n] to send at once, in [1, k] slots; the number of filled slots i32[]; the next memory.
 
     `memory` is what the selector carries from step to step, or (): `State.worker`.
@@ -334,7 +334,7 @@ class SelectingCollective(EncodingCollective):
       self.selection.next(memory, chosen, acc.size),
     )
 
-  def count_chosen(self, chosen: Sparse, n: int) -> jax.Array | int:
+  def count_chosen(self, chosen: Sparse, n: int) -> Count:
     """The number of entries selected of n, i32[], in rows of one of the equal blocks each; padding does not count."""
     rows, k = chosen.indices.shape
     length = -(-n // rows)
