@@ -1,4 +1,4 @@
-"""What a user gets: an import that changes nothing and needs jax, numpy and optax only, and the wheel."""
+"""What a user gets: an import that changes nothing and needs fsspec, jax, numpy and optax only, and the wheel."""
 
 import os
 import pathlib
@@ -105,7 +105,7 @@ def needed(name, found):
           pass
   return found
 
-needs = {name for top in ("jax", "numpy", "optax") for name in needed(top, set())}
+needs = {name for top in ("fsspec", "jax", "numpy", "optax") for name in needed(top, set())}
 for module, packages in importlib.metadata.packages_distributions().items():
   if needs.isdisjoint(map(plain, packages)) and module != "jaxsparse":
     sys.modules[module] = None
@@ -128,7 +128,7 @@ main()
 """
 
 
-def test_jax_numpy_and_optax_are_enough():
+def test_fsspec_jax_numpy_and_optax_are_enough():
   """Partial reduce between processes names the extra that it needs."""
   expected = (
     "error: js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'\n"

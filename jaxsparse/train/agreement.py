@@ -58,7 +58,7 @@ def agreement(
   two gradients, gathers the batch on every worker, and all-reduces whole gradients.
 
   Args:
-    loss_fn: (params, batch, **given) -> the loss, or a tuple that begins with it, as
+    loss_fn: `(params, batch, **given) -> loss`, or a tuple that begins with the loss, as
       for `js.make_train_step`.
     params: the parameters, the same on every worker.
     batch: the batch of all workers; under MPI this rank's part. Every process must

@@ -52,6 +52,7 @@ def test_bins_of_values_that_are_equal_endless_or_the_largest():
 def test_bins_of_any_scale_are_those_of_float64(exponent, seed):
   values = (10.0**exponent * normals(seed, 4, 24).astype(np.float64)).astype(np.float32)
   values[np.abs(values) < FLUSHED] = 0
+  hypothesis.assume(values.any(axis=1).all())  # rows of zeros have no bins
   codes, table = map(np.asarray, quantized_rows(values))
   for row, code, means in zip(values.astype(np.float64), codes, table, strict=True):
     position = (row - row.mean()) / (1.5 * row.std(ddof=1)) + 2
