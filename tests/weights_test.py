@@ -505,14 +505,14 @@ def test_two_publishers_do_not_write_to_the_same_unfinished_file(tmp_path, monke
 def test_an_unfinished_file_of_a_former_publisher_is_removed(tmp_path, monkeypatch):
   """Its next version is refused."""
   first, second, (two, three) = begin_two(tmp_path, 3)
-  move = DirFileSystem.mv
+  replace = os.replace
 
-  def late(*arguments):
+  def late(*paths):
     monkeypatch.undo()
     second.publish(params_of(two))
-    move(*arguments)
+    replace(*paths)
 
-  monkeypatch.setattr(DirFileSystem, "mv", late)
+  monkeypatch.setattr(os, "replace", late)
   with pytest.raises(FileNotFoundError):
     first.publish(params_of(three))
   with pytest.raises(ValueError, match="another publisher"):
@@ -677,7 +677,7 @@ def test_a_bucket_holds_versions_as_a_folder_does():
       assert reader.refused == []
   names = files.names(publisher._folder)
   assert names[0].version > 1  # what is not needed was removed
-  assert len(publisher._folder.ls("")) == len(names)  # no unfinished file is there
+  assert len(publisher._folder.ls("")) == len(names)
   publisher._folder.rm(str(names[-1]))
   newcomer = js.weights.Subscriber(address, LIKE)
   assert newcomer.latest().version == 29
@@ -732,6 +732,26 @@ def test_readers_at_the_address_of_a_server(tmp_path):
     server.shutdown()
   assert reader.latest().version == 4
   assert "Cannot connect" in reader.refused[0]
+
+
+def test_folders_and_files_with_names_of_all_kinds(tmp_path):
+  """Names that fsspec would read as a chain or a pattern, and files of others, which stay."""
+  (one, two) = versions(2)
+  for name in ("run::1", "run::2", "a [1]*?", "~", "memory:"):
+    publisher = js.weights.Publisher(tmp_path / name, LIKE)
+    publisher.publish(params_of(one))
+    for other in ("notes.aside", ".1.aside", "folder.aside"):
+      (inside(tmp_path / name) / other).mkdir()
+    js.weights.Publisher(str(tmp_path / name), LIKE).publish(params_of(two))
+    reader = js.weights.Subscriber(tmp_path / name, LIKE)
+    check_is_published(reader.latest(), {2: two})
+    assert len(list(inside(tmp_path / name).iterdir())) == 5
+  assert len(list(tmp_path.iterdir())) == 5
+  address = "memory://run[1]*?"
+  js.weights.Publisher(address, LIKE).publish(params_of(one))
+  check_is_published(js.weights.Subscriber(address, LIKE).latest(), {1: one})
+  with pytest.raises(ValueError, match="http://a can only be read: choose a folder"):
+    js.weights.Publisher("http://a", LIKE)
 
 
 def test_a_folder_without_versions(tmp_path):
@@ -790,12 +810,13 @@ class Failing:
   def __init__(self, monkeypatch, fails_at, error):
     self.count = 0
     self.fails_at, self.error = fails_at, error
-    monkeypatch.setattr(os, "fsync", self._wrap(os.fsync))
-    for name in ("ls", "mv", "rm_file", "cat_file"):
+    # bound before: the module os is one for all
+    for name in ("fsync", "replace"):
+      monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+    monkeypatch.setattr(files, "open", self._open, raising=False)
+    for name in ("ls", "rm_file", "cat_file"):
       method = self._wrap(getattr(DirFileSystem, name))
       monkeypatch.setattr(DirFileSystem, name, method)
-    open_half = lambda *arguments: self._open(*arguments)
-    monkeypatch.setattr(DirFileSystem, "open", open_half)
 
   def _call(self):
     self.count += 1
@@ -810,9 +831,9 @@ class Failing:
 
     return call
 
-  def _open(self, folder, path, mode):
+  def _open(self, path, mode):
     self._call()
-    return Half(f"{folder.path}/{path}", mode, self._call)
+    return Half(path, mode, self._call)
 
 
 class Half(io.FileIO):

@@ -567,7 +567,9 @@ def _explain(predictions: list[Prediction]) -> str:
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if best.is_baseline:
-    return f"{first}. The fastest that is not dense, {rival.title}, would take {rival.seconds:.4f} s"
+    return (
+      f"{first}. The fastest other one, {rival.title}, would take {rival.seconds:.4f} s"
+    )
   # Seconds per step: only every H-th step has an update.
   saved = rival.wire / rival.every - best.wire / best.every
   spent = best.arithmetic / best.every - rival.arithmetic / rival.every

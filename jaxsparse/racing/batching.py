@@ -50,15 +50,17 @@ def _repeat(batches: Iterable) -> Iterator:
   """The batches again and again, without those that have fewer rows than the first one."""
   most = 0
   while True:
-    rows = 0
+    is_empty = True
     for batch in batches:
       rows = len(jax.tree.leaves(batch)[0])
       most = most or rows
       if rows >= most:
+        is_empty = False
         yield batch
-    if not rows:
+    if is_empty:
       raise ValueError(
-        f"race: batches={batches!r} has no batch when it begins again: give a list, a loader, or a function of the step"
+        f"race: batches={batches!r} has no batch of {most} rows when it begins again: give a list, a loader, or a "
+        "function of the step"
       )
 
 

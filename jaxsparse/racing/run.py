@@ -175,11 +175,6 @@ class _Kept:
   def __init__(self, file: str | pathlib.Path | None, key: dict[str, Any]):
     # None, or "", for no file
     self._path = file and pathlib.Path(file)
-    # A write that fails after the first training would lose it.
-    if self._path and not os.access(self._path.parent, os.W_OK):
-      raise ValueError(
-        f"race: file={str(file)!r}: the folder is missing or not writable, make it, or choose another file"
-      )
     self._key = key
     self.rows: dict[str, Row] = {}
     self.agreements: list[Agreement] = []
@@ -220,6 +215,11 @@ class _Kept:
       if self.rows and time.monotonic() - begin > budget:
         left_out.append(name)
         continue
+      # A write that fails after the first training would lose it.
+      if self._path and not os.access(self._path.parent, os.W_OK):
+        raise ValueError(
+          f"race: file={str(self._path)!r}: the folder is missing or not writable, make it, or choose another file"
+        )
       # Without a row of dense, this is dense; it alone measures agreements.
       row, agreements = config.tune(name, method, self.rows.get(DENSE), progress)
       self.rows[name] = row

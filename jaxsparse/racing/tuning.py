@@ -195,6 +195,10 @@ class RaceConfig(NamedTuple):
     # 1/H. An exchange of local steps is of one of their fragments, and `cost` of all.
     fragments = max((len(local.outer) for local in local_states(state)), default=1)
     share = longest.frequency() / fragments
+    # Several transforms may exchange in different steps: their words tell how much of
+    # `cost` a step has.
+    if len(labels) > 1:
+      share = longest.words() / max(cost.words, 1)
     # Simulated workers share a device: a step of all P takes P times as long as one's.
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(

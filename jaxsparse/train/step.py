@@ -243,7 +243,8 @@ class TrainStep:
     # `_identity` of the state that the last call returned, by which that state is
     # recognized: it needs no check. None before the first call.
     self._known: jax.Array | None = None
-    self._known_params: list[int] = []  # `id`s of the parameters that it returned
+    # `id`s of the parameters and the model state that it returned
+    self._known_arrays: list[int] = []
 
   def __call__(
     self,
@@ -264,8 +265,9 @@ class TrainStep:
     if self._donate:
       # Arrays that this step returned last share no buffers; named ones of the user
       # may, also with those.
-      is_known = _identity(state) is self._known and _ids(params) == self._known_params
-      is_named = bool(named.keys() - {"rng"})
+      ids = _ids((params, named.get("model_state")))
+      is_known = _identity(state) is self._known and ids == self._known_arrays
+      is_named = bool(named.keys() - {"rng", "model_state"})
       arguments = without_aliases(arguments, not is_known or is_named)
     # On several CPU devices, where programs run one at a time, the next program waits
     # for the loss of this one, and this call returns at once.
@@ -273,7 +275,7 @@ class TrainStep:
       program, *arguments, follow=lambda results: results[2].loss
     )
     self._known = _identity(state)
-    self._known_params = _ids(params)
+    self._known_arrays = _ids((params, metrics.model_state))
     self._skips.add(metrics.skipped, metrics.loss)
     # Flags of steps that have ended are read; none is waited for. `find` computes the
     # gradients once more, at the results of this step: skipped steps changed nothing.

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 from optax import OptState
 
 from jaxsparse._compat import AxisName, varying
@@ -112,9 +112,10 @@ def average_momentum(
     # `since` counts the steps since the last average. It is state of a worker's own but
     # equal on all, which skip the same steps; `mark_total` declares that.
     due = mark_total(state.since + 1 >= int(every), axes_of(mean.comm))
-    before = _momentum_of(after, grads)
-    momentum, means = varying.cond(due, exchange, keep, before, state.means)
-    after = _with_momentum(after, before, momentum)
+    momentum, means = varying.cond(
+      due, exchange, keep, _momentum_of(after, grads), state.means
+    )
+    after = _with_momentum(after, momentum)
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -132,13 +133,14 @@ def _check_inner(state: OptState, momentum: _Momentum) -> None:
     )
 
 
-def _with_momentum(state: OptState, before: _Momentum, after: _Momentum) -> OptState:
-  """The state with each momentum of `before`, all of them parts of the state, replaced by that of `after`."""
-  # By identity, since paths of optax and of JAX name fields in different ways.
-  new = {id(tree): after[path] for path, tree in before.items()}
-  is_momentum = lambda part: id(part) in new
-  replace = lambda part: new.get(id(part), part)
-  return jax.tree.map(replace, state, is_leaf=is_momentum)
+def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
+  """The state with the momentum at each path replaced by `momentum[path]`."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, part: momentum.get(keystr(path), part),
+    state,
+    is_leaf=lambda path, _: keystr(path) in momentum,
+    is_leaf_takes_path=True,
+  )
 
 
 def _momentum_of(state: OptState, params: ArrayTree) -> _Momentum:
@@ -160,4 +162,7 @@ def _momentum_of(state: OptState, params: ArrayTree) -> _Momentum:
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )
-  return {keystr(path): tree for path, tree in trees if has_entries(tree)}
+  # JAX's keys in place of optax's, which have the names of named tuples, too.
+  key_of = lambda key: GetAttrKey(key.name) if is_field([key], None) else key
+  path_of = lambda path: keystr(tuple(map(key_of, path)))
+  return {path_of(path): tree for path, tree in trees if has_entries(tree)}

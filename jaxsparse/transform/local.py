@@ -19,7 +19,6 @@ step takes its place.
 
 import dataclasses
 import functools
-import numbers
 from typing import NamedTuple
 
 import jax
@@ -41,7 +40,7 @@ from jaxsparse.transform.exchange import (
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.transform.state import LocalState, add_row
 from jaxsparse.transform.wrapped import synchronizing
-from jaxsparse.types import MOST_STEPS, check_whole, is_number
+from jaxsparse.types import MOST_STEPS, check_whole
 
 Result = tuple[optax.Updates, LocalState]
 
@@ -225,8 +224,7 @@ def _check_options(
     raise ValueError(
       f"local_steps: apply_residual={apply_residual!r} with delay={delay!r}, choose one of them"
     )
-  is_fraction = is_number(mixing, numbers.Real) and 0 <= mixing < 1
-  if not is_fraction or (mixing and every in (1, None)):
+  if not 0 <= mixing < 1 or (mixing and every in (1, None)):
     raise ValueError(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose a number in [0, 1), and 0 with every=1 or None"
     )

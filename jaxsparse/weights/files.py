@@ -7,15 +7,16 @@ The bytes of a file:
 
 import collections
 import contextlib
-import io
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from jaxsparse.weights.digests import BYTES, digest
 
@@ -23,6 +24,9 @@ from jaxsparse.weights.digests import BYTES, digest
 _MAGIC = b"jaxsparse.wts 2\n"
 Header = dict[str, Any]  # what JSON holds
 _NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
+_MODEL = re.compile(r"\w+-[0-9a-f]+/?$")  # the folder of a dtype and a model
+_ASIDE = re.compile(r"\.\d+\.\d+\.aside")
+_SILENCE = 60.0  # seconds without a byte from a server
 
 
 class Name(NamedTuple):
@@ -49,6 +53,32 @@ class Name(NamedTuple):
 Versions = dict[tuple[int, int, str], list[Name]]
 
 
+def system_of(
+  folder: str | os.PathLike[str],
+) -> tuple[fsspec.AbstractFileSystem, str]:
+  """The file system of a path or an address, and the path within it.
+
+  Raises:
+    ValueError: for an address of an unknown protocol, or one as a path of pathlib.
+    ImportError: if the package for the protocol is not installed.
+  """
+  address = os.fspath(folder)
+  # A path is not read as an address: "::" in its name would be a chain of addresses.
+  if "://" not in address:
+    if isinstance(folder, os.PathLike) and ":/" in address:
+      # pathlib makes one slash of two
+      raise ValueError(f"{address} is an address: give a string, not a path")
+    return LocalFileSystem(), os.path.abspath(address)
+  options = {}
+  if address.startswith("http"):
+    import aiohttp
+
+    # By default a file has to come within 300 s.
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE)
+    options["client_kwargs"] = {"timeout": timeout}
+  return fsspec.url_to_fs(address, **options)
+
+
 def names(folder: DirFileSystem) -> list[Name]:
   """The names of all versions, oldest first, and the files of one version in order; without other files.
 
@@ -56,11 +86,22 @@ def names(folder: DirFileSystem) -> list[Name]:
     OSError: if the folder cannot be read.
   """
   with _raising_os_errors(folder.path):
+    # Others write to the folder.
+    folder.invalidate_cache()
     # A folder may hold files of others, and unfinished ones.
     matches = list(map(_NAME.fullmatch, folder.ls("", detail=False)))
   fields = [match.groups() for match in matches if match]
   rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
   return sorted(map(Name._make, rows))
+
+
+def models_beside(folder: DirFileSystem) -> list[str]:
+  """The folders of all dtypes and models beside that of one of them; [] if they cannot be listed."""
+  try:
+    paths = folder.fs.ls(folder.path.rpartition("/")[0], detail=False)
+  except Exception:
+    return []
+  return sorted(path for path in paths if _MODEL.search(path))
 
 
 def complete_versions(names: list[Name]) -> Versions:
@@ -76,7 +117,9 @@ def complete_versions(names: list[Name]) -> Versions:
 def write(
   folder: DirFileSystem, name: Name, header: Header, arrays: list[np.ndarray]
 ) -> int:
-  """Writes a file aside, syncs and renames it; returns its size in bytes.
+  """Writes a file, which has its name once it is whole; returns its size in bytes.
+
+  A local file is written aside, synced and renamed. Objects of buckets are whole.
 
   Args:
     folder: where to write.
@@ -85,25 +128,40 @@ def write(
     arrays: to write behind the header, in any dtype.
 
   Raises:
-    OSError: for a full disk, for example; then no such file is there.
+    OSError: for a full disk, for example; then readers refuse what is there of it.
   """
   # `dtype.str` has the order of bytes, too.
   kinds = [(array.dtype.str, array.nbytes) for array in arrays]
   text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
+  content.insert(0, _seal(name, content))
+  if not isinstance(folder.fs, LocalFileSystem):
+    whole = b"".join(content)
+    with _raising_os_errors(str(name)):
+      folder.pipe_file(str(name), whole)
+    return len(whole)
   # The next file of this process replaces one that was not finished.
-  aside = f".{name.run}.{name.process}.aside"
-  with folder.open(aside, "wb") as file:
-    file.writelines([_seal(name, content), *content])
+  aside = f"{folder.path}/.{name.run}.{name.process}.aside"
+  with open(aside, "wb") as file:
+    file.writelines(content)
+    # On the disk before it has its name, or a crash could leave the name alone.
+    file.flush()
+    os.fsync(file.fileno())
     size = file.tell()
-    # On the disk before it has its name, or a crash could leave the name alone. Objects
-    # of buckets have no number of a file, and are there as soon as they are whole.
-    with contextlib.suppress(io.UnsupportedOperation):
-      number = file.fileno()
-      file.flush()
-      os.fsync(number)
-  folder.mv(aside, str(name))
+  os.replace(aside, f"{folder.path}/{name}")
   return size
+
+
+def remove(folder: DirFileSystem, name: str) -> None:
+  """Removes a file, unless another process has."""
+  with contextlib.suppress(FileNotFoundError):
+    folder.rm_file(name)
+
+
+def remove_unfinished(folder: DirFileSystem) -> None:
+  """Removes the files that publishers of this folder have not finished."""
+  for name in filter(_ASIDE.fullmatch, folder.ls("", detail=False)):
+    remove(folder, name)
 
 
 def read(folder: DirFileSystem, name: Name) -> tuple[Header, list[np.ndarray]]:

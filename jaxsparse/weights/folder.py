@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from jaxsparse.arrays import flatten
 from jaxsparse.sparse import packing
 from jaxsparse.types import ArrayTree
+from jaxsparse.weights import files
 from jaxsparse.weights.digests import BYTES, digest
 
 
@@ -63,12 +63,7 @@ class Folder:
     params_like: ArrayTree,
     dtype: Any = "bfloat16",
   ):
-    address = os.fspath(folder)
-    # pathlib makes one slash of two.
-    if isinstance(folder, os.PathLike) and ":/" in address:
-      raise ValueError(f"{address} is an address: give a string, not a path")
-    # Others write to the folder: a list of its files is asked for each time.
-    files, root = fsspec.url_to_fs(address, use_listings_cache=False)
+    system, root = files.system_of(folder)
     flatten.check_are_arrays(params_like, "params_like")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"dtype={dtype!r}, choose a floating-point dtype, or None")
@@ -87,7 +82,7 @@ class Folder:
     # Models of other names, dtypes or shapes get folders of their own.
     model = digest(line.encode() for line in self._layout)
     own = f"{dtype and jnp.dtype(dtype)}-{model:x}"
-    self._folder = DirFileSystem(f"{root}/{own}", files)
+    self._folder = DirFileSystem(f"{root}/{own}", system)
 
   def _patterns(self, params: ArrayTree) -> Patterns:
     """A copy of this process's shards; each shard belongs to one process.

@@ -11,7 +11,7 @@ A publisher has, in each process of the trainer:
 Files are named by version, run, process and kind: "link" or "anchor".
 """
 
-import contextlib
+import os
 import secrets
 from typing import Any
 
@@ -45,9 +45,9 @@ class Publisher(Folder):
       those that are in the folder.
 
   Raises:
-    ValueError: for an address of a protocol that fsspec does not know, a dtype that is
-      not floating-point, and a leaf that JAX would narrow, such as one in int64 without
-      `jax_enable_x64`.
+    ValueError: for an address that can only be read, or of a protocol that fsspec does
+      not know, a dtype that is not floating-point, and a leaf that JAX would narrow,
+      such as one in int64 without `jax_enable_x64`.
     ImportError: if the package for the protocol of an address is not installed.
 
   Example:
@@ -66,6 +66,15 @@ class Publisher(Folder):
   # id and patterns of the version before, unless it was not written whole
   _before: tuple[int, Patterns] | None = None
   _since = 0  # bytes of the files of links behind the newest anchor
+
+  def __init__(
+    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
+  ):
+    if str(folder).startswith("http"):
+      raise ValueError(
+        f"Publisher: {folder} can only be read: choose a folder or a bucket"
+      )
+    super().__init__(folder, params_like, dtype)
 
   def publish(self, params: Any) -> int:
     """Writes the next version, and returns its number.
@@ -129,9 +138,7 @@ class Publisher(Folder):
   def _begin(self) -> None:
     """Sets `_run`, larger than all in the folder, and `version`, the newest there, alike in all processes."""
     # unfinished files of former publishers
-    for path in self._folder.ls("", detail=False):
-      if path.endswith(".aside"):
-        self._remove(path)
+    files.remove_unfinished(self._folder)
     there = [name[:2] for name in files.names(self._folder)]
     # The largest version and the largest run that are there; 0 where none is.
     version, run = map(max, zip((0, 0), *there, strict=True))
@@ -164,9 +171,4 @@ class Publisher(Folder):
       # Files of a run with more processes are shared out among the present ones.
       is_own = name.process % jax.process_count() == jax.process_index()
       if is_own and name.version < oldest:
-        self._remove(str(name))
-
-  def _remove(self, path: str) -> None:
-    """Removes a file, unless another process has."""
-    with contextlib.suppress(FileNotFoundError):
-      self._folder.rm_file(path)
+        files.remove(self._folder, str(name))

@@ -6,7 +6,6 @@ a larger number, its run. A subscriber has in `_state` the version that it has r
 last, and in `_published` its parameters.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 from jaxsparse.sparse import packing
@@ -62,7 +61,7 @@ class Subscriber(Folder):
     dtype: the publisher's.
 
   Attributes:
-    refused: why files were refused in the last call of `latest`; [] before the first.
+    refused: why files were refused in the last call of `latest`; empty before it.
 
   Raises:
     ValueError: for an address of a protocol that fsspec does not know, a dtype that is
@@ -82,11 +81,7 @@ class Subscriber(Folder):
 
   _state = _NONE
   _published: Published | None = None
-
-  @functools.cached_property
-  def refused(self) -> list[str]:
-    """Why files were refused; empty before the first call of `latest`, which replaces it."""
-    return []
+  refused: list[str] = []  # noqa: RUF012, since `latest` sets another list
 
   def latest(self) -> Published:
     """The newest version that can be read; the same object if there is no newer one.
@@ -113,12 +108,9 @@ class Subscriber(Folder):
       )
       self._state = state
     if self._published is None:
-      root, path = self._folder.fs, self._folder.path
-      parent = path.rpartition("/")[0]
-      there = root.ls(parent, detail=False) if root.exists(parent) else []
       raise LookupError(
-        f"Subscriber: {path}: {'; '.join(self.refused) or 'no version is there'}; "
-        f"dtypes and models there: {sorted(there)}"
+        f"Subscriber: {self._folder.path}: {'; '.join(self.refused) or 'no version is there'}; "
+        f"dtypes and models there: {files.models_beside(self._folder)}"
       )
     return self._published
 

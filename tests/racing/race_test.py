@@ -117,6 +117,19 @@ def test_steps_between_exchanges_are_counted(label, options, steps):
     assert row.words == pytest.approx(share * cost.words)
 
 
+def test_messages_of_transforms_that_exchange_in_different_steps():
+  """Momentum every 2 steps, parameters every 5: 7 of the 20 exchanges that 10 steps with both would have."""
+
+  def chain(axis, rate):
+    inner = js.average_momentum(optax.sgd(rate, momentum=0.9), axis, every=2)
+    outer = optax.chain(js.dense_transform(axis), optax.sgd(1.0))
+    return js.local_steps(inner, outer, every=5)
+
+  _, row = race_of(methods("dense") | {"both": chain}, steps=10).rows
+  cost = js.costs.count_update(chain("workers", 0.1), jnp.zeros(N), workers=P)
+  assert row.messages == pytest.approx(7 / 20 * cost.messages, rel=0.2)
+
+
 def test_messages_that_vary_in_size_are_exchanged_in_every_step():
   """Ok-Topk sends fewer words than its messages may have."""
   exchange = lambda axis, rate: optax.chain(
@@ -318,7 +331,9 @@ def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
     def __iter__(self):
       return self.left
 
-  with pytest.raises(ValueError, match="OnePass.* has no batch when it begins again"):
+  with pytest.raises(
+    ValueError, match="OnePass.* has no batch of 4 rows when it begins again"
+  ):
     first(0, OnePass(), 7)
   joined = join(np.arange(12).reshape(3, 4), 2)  # three steps of two rows a worker
   assert joined.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]

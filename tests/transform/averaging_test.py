@@ -157,6 +157,20 @@ def test_parameters_called_mu_are_no_momentum(kind):
   assert all(spread_of(leaf) > 0 for leaf in jax.tree.leaves(adam.nu))
 
 
+def test_a_copy_of_the_momentum_elsewhere_in_the_state_stays_each_workers_own():
+  copy = optax.snapshot("copy", lambda updates: updates)
+  inner = js.average_momentum(
+    optax.chain(optax.trace(0.9), copy, optax.sgd(0.1)), sim(WORKERS), every=1
+  )
+  tx = js.local_steps(inner, averaged(sim(WORKERS)), every=2)
+  step, params, state = start(tx, sim(WORKERS), jnp.zeros(10))
+  _, state, _ = step(params, state, normals(0, WORKERS, 10))
+  (momentum, copied, _) = state.inner.inner
+  spread_of = lambda tree: np.ptp(jax.tree.leaves(tree)[0], axis=0).max()
+  assert spread_of(momentum) == 0
+  assert spread_of(copied) > 0
+
+
 @pytest.mark.parametrize(
   ("inner", "options", "message"),
   [

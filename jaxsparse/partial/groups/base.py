@@ -114,10 +114,11 @@ class BaseWorker(abc.ABC):
       The average and its iteration; or the model of another worker and its iteration,
       as `reduce` describes.
     """
-    check_leaves("reduce", params, self._start)
+    name = "reduce" if kind == WorkerMessage.READY else "synchronize"
+    check_leaves(name, params, self._start)
     with contextlib.suppress(TypeError):  # a number of numpy or JAX
       iteration = operator.index(iteration)
-    check_whole("reduce", 0, MAX_ITERATION, iteration=iteration)
+    check_whole(name, 0, MAX_ITERATION, iteration=iteration)
     vector = flatten(params)[0]
     if is_finite := bool(_all_finite(vector)):
       self.refused = 0
