@@ -737,7 +737,7 @@ def test_readers_at_the_address_of_a_server(tmp_path):
 def test_folders_and_files_with_names_of_all_kinds(tmp_path):
   """Names that fsspec would read as a chain or a pattern, and files of others, which stay."""
   (one, two) = versions(2)
-  for name in ("run::1", "run::2", "a [1]*?", "~", "memory:"):
+  for name in ("run::1", "run::2", "a [1]*?", "~", "memory:", "http"):
     publisher = js.weights.Publisher(tmp_path / name, LIKE)
     publisher.publish(params_of(one))
     for other in ("notes.aside", ".1.aside", "folder.aside"):
@@ -746,7 +746,7 @@ def test_folders_and_files_with_names_of_all_kinds(tmp_path):
     reader = js.weights.Subscriber(tmp_path / name, LIKE)
     check_is_published(reader.latest(), {2: two})
     assert len(list(inside(tmp_path / name).iterdir())) == 5
-  assert len(list(tmp_path.iterdir())) == 5
+  assert len(list(tmp_path.iterdir())) == 6
   address = "memory://run[1]*?"
   js.weights.Publisher(address, LIKE).publish(params_of(one))
   check_is_published(js.weights.Subscriber(address, LIKE).latest(), {1: one})

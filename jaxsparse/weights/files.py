@@ -53,6 +53,11 @@ class Name(NamedTuple):
 Versions = dict[tuple[int, int, str], list[Name]]
 
 
+def is_http(folder: str | os.PathLike[str]) -> bool:
+  """Whether a folder is an address of HTTP, which can only be read."""
+  return str(folder).startswith(("http://", "https://"))
+
+
 def system_of(
   folder: str | os.PathLike[str],
 ) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -70,7 +75,7 @@ def system_of(
       raise ValueError(f"{address} is an address: give a string, not a path")
     return LocalFileSystem(), os.path.abspath(address)
   options = {}
-  if address.startswith("http"):
+  if is_http(address):
     import aiohttp
 
     # By default a file has to come within 300 s.

@@ -70,7 +70,7 @@ class Publisher(Folder):
   def __init__(
     self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
   ):
-    if str(folder).startswith("http"):
+    if files.is_http(folder):
       raise ValueError(
         f"Publisher: {folder} can only be read: choose a folder or a bucket"
       )
