@@ -10,12 +10,12 @@ the machine does. "read" is one read of the patterns, a sum of the bytes as u64.
 jitted programs find and gather the same differences, or add them, on the device.
 
 --parts=readers publishes the steps to four readers in the network lab, which needs
-root, each behind a link of --link. A reader reads from an HTTP server of the
-publisher's folder, whose link all share. Seconds are those of
-a clock, from the call of `publish` until the last reader has the version, in parameters
-that it may use, on the cores of one machine. Beside links: full copies, where each
-version is an anchor; a reader that is killed by SIGKILL in an anchor and started again,
-and one that comes after the chain was pruned. Every version is compared bit for bit.
+root, each behind a link of --link. An HTTP server serves the publisher's folder, and
+all readers share its link. Seconds are those of a clock, from the call of `publish`
+until the last reader has the version, in parameters that it may use, on the cores of
+one machine. Beside links: full copies, where each version is an anchor; a reader that
+is killed by SIGKILL in an anchor and started again, and one that comes after the chain
+was pruned. Every version is compared bit for bit.
 
 Examples:
   python -m benchmarks.weights --task=lm_medium --rates=1e-5 --steps=2

@@ -195,7 +195,7 @@ def read(folder: DirFileSystem, name: Name) -> tuple[Header, list[np.ndarray]]:
 
 @contextlib.contextmanager
 def _raising_os_errors(what: str) -> Iterator[None]:
-  """Raises OSError for any error within, since clients of buckets and of HTTP have errors of their own."""
+  """Raises OSError for any error within: clients of buckets and of HTTP have others; `what` begins its message."""
   try:
     yield
   except OSError:

@@ -17,8 +17,8 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
 
   Raises:
     TimeoutError: if there is no answer within 5 s.
-    ValueError: for a malformed address, one that requires keys, the server's own keys, and
-      a server of partial reduce.
+    ValueError: for a malformed address, one that requires keys, the server's own keys,
+      and a server of partial reduce.
   """
   sockets.check_address(address, keys, reachable=True, any_port=False)
   worker = sockets.number_of(keys)
