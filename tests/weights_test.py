@@ -138,7 +138,12 @@ def test_files_of_links_are_at_most_those_of_an_anchor(tmp_path):
 
 def test_an_anchor_is_due_by_the_bytes_of_all_processes(tmp_path, monkeypatch):
   """Of another process without shards: what it writes is headers, more than its part of an anchor."""
-  gather = lambda excess: np.array([excess, 100.0])
+
+  def gather(excess):
+    # Bits are gathered: a process without a link has infinity, a float.
+    assert np.asarray(excess).dtype == np.float64
+    return np.array([excess, 100.0])
+
   monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
   publish(tmp_path, 5)
   assert [name.version for name in names_of(tmp_path, "anchor")] == [1]
@@ -1038,10 +1043,19 @@ put = lambda x, spec: jax.make_array_from_callback(
 weights = np.arange(3000, dtype=np.float32)
 local = np.full(7, 5, np.int32)
 tree = lambda: {"rows": put(weights, P("x")), "all": put(weights, P()), "local": local}
+def fail(*arguments):
+  raise OSError("No space left")
 publisher = js.weights.Publisher(folder, tree(), None)
+write = files.write
 for step in range(5):
   weights[step * 7 :: 500] += 1
-  version = publisher.publish(tree())
+  # The disk of one process is full once, at version 3.
+  fails = step == 2 and jax.process_index() == 1
+  files.write = fail if fails else write
+  try:
+    version = publisher.publish(tree())
+  except OSError:
+    assert fails
 like = {"rows": weights, "all": weights, "local": local}
 reader = js.weights.Subscriber(folder, like, None)
 latest, got = reader.latest()
@@ -1072,6 +1086,8 @@ def test_processes_write_their_shards(tmp_path):
   np.testing.assert_array_equal(got["all"], weights)
   anchors = names_of(folder, "anchor")
   assert {(name.process, name.processes) for name in anchors} == {(0, 2), (1, 2)}
+  # After the failure all write an anchor.
+  assert {name.process for name in anchors if name.version == 4} == {0, 1}
   # A part that is not there makes no version.
   for name in names_in(inside(folder)):
     if name.version == 5 and name.process == 1:

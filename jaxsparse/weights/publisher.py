@@ -111,7 +111,8 @@ class Publisher(Folder):
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
-      excess = self._since + link.nbytes - size
+      # A float as without a link: processes gather the bits of one dtype.
+      excess = float(self._since + link.nbytes - size)
     # All processes write an anchor, or none, since a version needs a file of each. The
     # sum decides: a process without shards has an anchor of 0 bytes, which the headers
     # of its links exceed.
