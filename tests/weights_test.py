@@ -149,6 +149,28 @@ def test_an_anchor_is_due_by_the_bytes_of_all_processes(tmp_path, monkeypatch):
   assert [name.version for name in names_of(tmp_path, "anchor")] == [1]
 
 
+def test_an_error_of_one_process_is_one_of_all(tmp_path, monkeypatch):
+  """Who fails before it writes tells the others, which would wait for it."""
+  told, others = [], [0.0]
+  gather = lambda excess: told.append(excess) or np.array([excess, *others])
+  monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+  publisher = js.weights.Publisher(tmp_path, LIKE)
+  first, second, third = versions(3)
+  publisher.publish(params_of(first))
+  with monkeypatch.context() as patch:
+    patch.setattr(files, "complete_versions", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+      publisher.publish(params_of(second))
+  assert np.isnan(told[-1])
+  others[:] = [np.nan]
+  with pytest.raises(OSError, match="another process failed: version 3 is not written"):
+    publisher.publish(params_of(second))
+  assert [name.version for name in names_in(inside(tmp_path))] == [1]
+  others[:] = [0.0]
+  assert publisher.publish(params_of(third)) == 4
+  check_is_published(js.weights.Subscriber(tmp_path, LIKE).latest(), {4: third})
+
+
 def test_a_reader_that_fell_behind_what_is_kept_begins_with_an_anchor(tmp_path):
   publisher = js.weights.Publisher(tmp_path, LIKE)
   reader = js.weights.Subscriber(tmp_path, LIKE)
@@ -1044,18 +1066,22 @@ weights = np.arange(3000, dtype=np.float32)
 local = np.full(7, 5, np.int32)
 tree = lambda: {"rows": put(weights, P("x")), "all": put(weights, P()), "local": local}
 def fail(*arguments):
-  raise OSError("No space left")
+  raise OSError("it fails")
 publisher = js.weights.Publisher(folder, tree(), None)
-write = files.write
+names, write = files.names, files.write
 for step in range(5):
   weights[step * 7 :: 500] += 1
-  # The disk of one process is full once, at version 3.
-  fails = step == 2 and jax.process_index() == 1
-  files.write = fail if fails else write
+  # One process cannot list the folder, and then not write to it.
+  files.names, files.write = names, write
+  if jax.process_index() == 1:
+    files.names, files.write = {1: (fail, write), 2: (names, fail)}.get(step, (names, write))
   try:
     version = publisher.publish(tree())
   except OSError:
-    assert fails
+    # Without a list no process writes.
+    assert step == 1 or (step == 2 and jax.process_index() == 1)
+  else:
+    assert step != 1
 like = {"rows": weights, "all": weights, "local": local}
 reader = js.weights.Subscriber(folder, like, None)
 latest, got = reader.latest()
@@ -1086,8 +1112,9 @@ def test_processes_write_their_shards(tmp_path):
   np.testing.assert_array_equal(got["all"], weights)
   anchors = names_of(folder, "anchor")
   assert {(name.process, name.processes) for name in anchors} == {(0, 2), (1, 2)}
-  # After the failure all write an anchor.
+  # After a failure all write an anchor.
   assert {name.process for name in anchors if name.version == 4} == {0, 1}
+  assert all(name.version != 2 for name in names_in(inside(folder)))
   # A part that is not there makes no version.
   for name in names_in(inside(folder)):
     if name.version == 5 and name.process == 1:

@@ -80,47 +80,56 @@ class Publisher(Folder):
     """Writes the next version, and returns its number.
 
     After an error the version may be there or not, and the next one is an anchor. All
-    processes call it together.
+    processes call it together, and where one fails before it writes, all raise.
 
     Raises:
       ValueError: for parameters of another model, a leaf that JAX would narrow, and if
         another publisher has begun to write since this one did.
-      OSError: for a full disk, for example.
+      OSError: for a full disk, for example, or if another process failed.
     """
     patterns = self._patterns(params)
-    self._folder.makedirs("", exist_ok=True)
     if not self._run:
       self._begin()
+    self.version += 1
     # Unset until the version is whole: after an error the next one is an anchor.
     before = self._before
     self._before = None
-    names = files.names(self._folder)
-    anchors = [
-      version for version, _, kind in files.complete_versions(names) if kind == "anchor"
-    ]
-    # A link is of the boxes (shards) of the version before, and leads on from an
-    # anchor.
-    if before and (not anchors or before[1].boxes != patterns.boxes):
-      before = None
-    self.version += 1
     size = sum(array.nbytes for array in patterns.arrays)  # bytes of an anchor
-    # The id of the version before; without one the chain begins with the run.
-    id_ = self._run
-    # Bytes of links above those of an anchor; without a link an anchor is due.
-    excess = np.inf
-    if before:
-      id_ = before[0]
-      link = packing.difference(before[1].arrays, patterns.arrays)
-      # A float as without a link: processes gather the bits of one dtype.
-      excess = float(self._since + link.nbytes - size)
-    # All processes write an anchor, or none, since a version needs a file of each. The
-    # sum decides: a process without shards has an anchor of 0 bytes, which the headers
-    # of its links exceed.
-    is_due = multihost_utils.process_allgather(excess).sum() > 0
+    # Bytes of links above those of an anchor; without a link an anchor is due. Floats
+    # in all processes, which gather bits.
+    excess = np.nan
+    try:
+      # again, as the folder may have been removed since
+      self._folder.makedirs("", exist_ok=True)
+      names = files.names(self._folder)
+      anchors = [
+        version
+        for version, _, kind in files.complete_versions(names)
+        if kind == "anchor"
+      ]
+      # A link is of the boxes (shards) of the version before, and leads on from an
+      # anchor.
+      if before and (not anchors or before[1].boxes != patterns.boxes):
+        before = None
+      if before:
+        link = packing.difference(before[1].arrays, patterns.arrays)
+      excess = float(self._since + link.nbytes - size) if before else np.inf
+    finally:
+      # All processes write an anchor, or none, since a version needs a file of each.
+      # The sum decides: a process without shards has an anchor of 0 bytes, which the
+      # headers of its links exceed. After an error here the others do not wait.
+      total = multihost_utils.process_allgather(excess).sum()
+    if np.isnan(total):
+      raise OSError(
+        f"Publisher: another process failed: version {self.version} is not written"
+      )
+    is_due = total > 0
     # Before writing, so that a full disk gets room; the newest two anchors stay.
     # `anchors` are ascending; with fewer than two nothing is removed.
     self._prune(names, [0, 0, *anchors][-2])
     content = patterns.digest()
+    # The id of the version before; without one the chain begins with the run.
+    id_ = before[0] if before else self._run
     header: files.Header = {"before": id_, "digest": content}
     name = files.Name(
       self.version, self._run, jax.process_index(), jax.process_count(), "link"
@@ -138,6 +147,7 @@ class Publisher(Folder):
 
   def _begin(self) -> None:
     """Sets `_run`, larger than all in the folder, and `version`, the newest there, alike in all processes."""
+    self._folder.makedirs("", exist_ok=True)
     # unfinished files of former publishers
     files.remove_unfinished(self._folder)
     there = [name[:2] for name in files.names(self._folder)]
