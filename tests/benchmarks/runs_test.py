@@ -67,7 +67,7 @@ def test_the_controller_has_throughput_and_latency():
   assert result["signals_per_second"] > 50
   assert result["groups_per_second"] * 3 == pytest.approx(result["signals_per_second"])
   assert 0 < result["latency"] <= result["latency_99"]
-  assert (result["rejected"], result["signal_bytes"]) == (0, 47)
+  assert (result["rejected"], result["signal_bytes"]) == (0, 55)
 
 
 @pytest.mark.long
