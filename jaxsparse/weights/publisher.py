@@ -80,7 +80,8 @@ class Publisher(Folder):
     """Writes the next version, and returns its number.
 
     After an error the version may be there or not, and the next one is an anchor. All
-    processes call it together, and where one fails before it writes, all raise.
+    processes call it together. If one of them cannot read the folder, all raise; but at
+    the first version the others wait for it.
 
     Raises:
       ValueError: for parameters of another model, a leaf that JAX would narrow, and if
@@ -95,8 +96,8 @@ class Publisher(Folder):
     before = self._before
     self._before = None
     size = sum(array.nbytes for array in patterns.arrays)  # bytes of an anchor
-    # Bytes of links above those of an anchor; without a link an anchor is due. Floats
-    # in all processes, which gather bits.
+    # Bytes of links above those of an anchor; without a link an anchor is due. It is a
+    # float in every process, since a gather of different dtypes mixes up their bits.
     excess = np.nan
     try:
       # again, as the folder may have been removed since
@@ -117,7 +118,8 @@ class Publisher(Folder):
     finally:
       # All processes write an anchor, or none, since a version needs a file of each.
       # The sum decides: a process without shards has an anchor of 0 bytes, which the
-      # headers of its links exceed. After an error here the others do not wait.
+      # headers of its links exceed. After an error above `excess` is NaN: without a
+      # number of this process the others would wait.
       total = multihost_utils.process_allgather(excess).sum()
     if np.isnan(total):
       raise OSError(
