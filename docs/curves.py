@@ -1,14 +1,18 @@
-"""The figure of docs/how_to/adam.md, of the curves that `benchmarks.race` keeps: `python docs/curves.py`."""
+"""The figures of docs/how_to/adam.md, of the curves that `benchmarks.race` keeps: `python docs/curves.py`."""
 
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "how_to"
 SIGNS = "updates:apply_residual=True/onebit"
+RESTORED = "updates:apply_residual=True/restored/onebit"
 # The label, color, method and optimizer of each curve.
 SHORT = [
   ("dense, then Adam", "black", "dense", "adam:0.001"),
@@ -31,13 +35,47 @@ LONG = [
     "window_adam:0.0007:window=4:b1=0.8",
   ),
 ]
+# Results with one sequence for each worker, by the number of workers.
+WORKERS = {
+  4: "four_one_lm_medium.json",
+  8: "eight_one_lm_medium.json",
+  16: "sixteen_small_lm_medium.json",
+  64: "sixtyfour_lm_medium.json",
+}
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+  """The trainings of a file of results."""
+  curves: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["curves"]
+  return curves
+
+
+def draw_gaps(axes: Axes, label: str, color: str, method: str) -> None:
+  """Held-out loss in % above dense Muon of the same seed, each at its best rate: mean and deviation of seeds."""
+  means, deviations = [], []
+  for name in WORKERS.values():
+    best: dict[tuple[str, int], float] = {}
+    for row in rows_of(name):
+      key = row["method"], row["seed"]
+      best[key] = min(best.get(key, np.inf), row["loss"][-1])
+    gaps = [
+      100 * (loss / best["dense", seed] - 1)
+      for (own, seed), loss in best.items()
+      if own == method
+    ]
+    means.append(float(np.mean(gaps)))
+    # One seed has no deviation: no bar.
+    deviations.append(float(np.std(gaps, ddof=1)) if len(gaps) > 1 else np.nan)
+  axes.errorbar(
+    list(WORKERS), means, deviations, color=color, marker="o", capsize=4, label=label
+  )
 
 
 def draw(
   axes: Axes, name: str, curves: list[tuple[str, str, str, str]], last: int
 ) -> None:
   """Held-out loss over steps: a line for the mean over seeds, a band for the standard deviation."""
-  rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["curves"]
+  rows = rows_of(name)
   for label, color, method, optimizer in curves:
     same = [
       row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)
@@ -66,4 +104,15 @@ if __name__ == "__main__":
   left.set_title("0.66 M parameters, constant rate", fontsize="medium")
   draw(right, "thousand_lm.json", LONG, 1000)
   right.set_title("3.3 M parameters, cosine rate, b1 = 0.8", fontsize="medium")
-  figure.savefig(ROOT / "docs" / "how_to" / "adam.png", dpi=100)
+  figure.savefig(PAGES / "adam.png", dpi=100)
+
+  figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+  draw_gaps(axes, "signs of Muon's updates", "tab:blue", SIGNS)
+  draw_gaps(axes, "with js.norm_restored", "tab:green", RESTORED)
+  axes.axhline(0, color="black", linewidth=1)
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(list(WORKERS), [str(workers) for workers in WORKERS])
+  axes.set(xlabel="workers", ylabel="loss above dense Muon, %")
+  axes.legend(fontsize="small")
+  axes.grid(alpha=0.3)
+  figure.savefig(PAGES / "workers.png", dpi=100)
