@@ -1,12 +1,13 @@
 """The figures of docs/how_to/adam.md, of the curves that `benchmarks.race` keeps: `python docs/curves.py`."""
 
-import json
 import pathlib
-from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+
+from benchmarks.race.results import Results
+from benchmarks.race.standings import DENSE, points
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,30 +45,25 @@ WORKERS = {
 }
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-  """The trainings of a file of results."""
-  curves: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["curves"]
-  return curves
-
-
 def draw_gaps(axes: Axes, label: str, color: str, method: str) -> None:
-  """Held-out loss in % above dense Muon of the same seed, each at its best rate: mean and deviation of seeds."""
-  means, deviations = [], []
-  for name in WORKERS.values():
-    best: dict[tuple[str, int], float] = {}
-    for row in rows_of(name):
-      key = row["method"], row["seed"]
-      best[key] = min(best.get(key, np.inf), row["loss"][-1])
-    gaps = [
-      100 * (loss / best["dense", seed] - 1)
-      for (own, seed), loss in best.items()
-      if own == method
-    ]
-    means.append(float(np.mean(gaps)))
-    # One seed has no deviation: no bar.
-    deviations.append(float(np.std(gaps, ddof=1)) if len(gaps) > 1 else np.nan)
+  """Held-out loss in % above dense Muon after 300 steps, each at its best rate: mean and deviation of seeds."""
+  above = [
+    next(
+      one.above
+      for one in points(Results(RESULTS / name, None), 300)
+      if one.method == method and one.above
+    )
+    for name in WORKERS.values()
+  ]
   axes.errorbar(
-    list(WORKERS), means, deviations, color=color, marker="o", capsize=4, label=label
+    list(WORKERS),
+    [one.mean for one in above],
+    # One seed has a deviation of 0: no bar.
+    [one.deviation or np.nan for one in above],
+    color=color,
+    marker="o",
+    capsize=4,
+    label=label,
   )
 
 
@@ -75,18 +71,16 @@ def draw(
   axes: Axes, name: str, curves: list[tuple[str, str, str, str]], last: int
 ) -> None:
   """Held-out loss over steps: a line for the mean over seeds, a band for the standard deviation."""
-  rows = rows_of(name)
+  results = Results(RESULTS / name, None)
+  dense = results.find("curves", method=DENSE)[0].words
   for label, color, method, optimizer in curves:
-    same = [
-      row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)
-    ]
-    steps = [step for step in same[0]["steps"] if step <= last]
-    losses = np.array([row["loss"][: len(steps)] for row in same])
+    same = results.find("curves", method=method, optimizer=optimizer)
+    steps = [step for step in same[0].steps if step <= last]
+    losses = np.array([curve.loss[: len(steps)] for curve in same])
     mean, deviation = losses.mean(0), losses.std(0, ddof=1)
-    dense = next(row["words"] for row in rows if row["method"] == "dense")
     words = (
-      f"{100 * same[0]['words'] / dense:.2g} % of the words"
-      if method != "dense"
+      f"{100 * same[0].words / dense:.2g} % of the words"
+      if method != DENSE
       else "100 %"
     )
     axes.plot(steps, mean, color=color, label=f"{label}: {words}")
